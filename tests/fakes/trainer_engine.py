@@ -18,7 +18,7 @@ from fourfold.sample import Sample, VersionSpan
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SentWeights, UpdateSettings, UpdateSums
-from fourfold_trainer.flops import Machine, ModelSize
+from fourfold_trainer.work import Machine, ModelSize
 
 VOCABULARY = 100
 T = TypeVar("T")

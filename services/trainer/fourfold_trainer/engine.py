@@ -25,7 +25,7 @@ from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest
 from fourfold_trainer.batches import UpdateBatch, ValueBatch, WeightedBatch
-from fourfold_trainer.flops import Machine
+from fourfold_trainer.work import Machine
 
 T = TypeVar("T")
 

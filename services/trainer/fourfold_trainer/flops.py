@@ -25,8 +25,6 @@ gradient checkpointing and dummies are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ import torch
 from fourfold import metrics
 from fourfold.host.gpu_speed import gpu_speed
 from fourfold.weights.source.fused_params import whole_shape
+from fourfold_trainer.work import Machine, ModelSize, Work
 
 
 def utilisation(flops: float, *, seconds: float, gpu_count: int, gpu: str) -> float | None:
@@ -42,35 +41,24 @@ def utilisation(flops: float, *, seconds: float, gpu_count: int, gpu: str) -> fl
     return flops / (seconds * gpu_count * speed.flops) if speed else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Numbers that determine the FLOP of a model."""
-
-    parameters: int  # parameters of products with every token
-    trained_parameters: int  # parameters of these that have a gradient
-    head: int = 0  # parameters of the output embedding
-    trained_head: int = 0  # the same number if it has a gradient, else 0
-    attention: int  # layers times width of the attention
-
-    @classmethod
-    def of(cls, model: Any) -> ModelSize:
-        """Count the parameters of a model."""
-        config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if queries := getattr(config, "qk_head_dim", None):  # MLA, where head_dim is that of the rotary part
-            head_size = (queries + config.v_head_dim) / 2
-        head = getattr(model.get_output_embeddings(), "weight", None)  # None: a critic
-        excluded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
-        counts = [(_used(p, config), p.requires_grad) for p in model.parameters() if id(p) not in excluded]
-        output = 0 if head is None else math.prod(whole_shape(head))
-        return cls(
-            parameters=round(sum(count for count, _ in counts)),
-            trained_parameters=round(sum(count for count, trained in counts if trained)),
-            head=output,
-            trained_head=output if head is not None and head.requires_grad else 0,
-            attention=round(config.num_hidden_layers * heads * head_size),
-        )
+def size_of(model: Any) -> ModelSize:
+    """Count the parameters of a model."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if queries := getattr(config, "qk_head_dim", None):  # MLA, where head_dim is that of the rotary part
+        head_size = (queries + config.v_head_dim) / 2
+    head = getattr(model.get_output_embeddings(), "weight", None)  # None: a critic
+    excluded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
+    counts = [(_used(p, config), p.requires_grad) for p in model.parameters() if id(p) not in excluded]
+    output = 0 if head is None else math.prod(whole_shape(head))
+    return ModelSize(
+        parameters=round(sum(count for count, _ in counts)),
+        trained_parameters=round(sum(count for count, trained in counts if trained)),
+        head=output,
+        trained_head=output if head is not None and head.requires_grad else 0,
+        attention=round(config.num_hidden_layers * heads * head_size),
+    )
 
 
 def _used(parameter: Any, config: Any) -> float:
@@ -81,47 +69,6 @@ def _used(parameter: Any, config: Any) -> float:
     if not experts or not chosen or len(shape) != 3 or shape[0] != experts:
         return math.prod(shape)
     return math.prod(shape) * float(chosen) / float(experts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """The trainer's GPU and the sizes of its models."""
-
-    policy: ModelSize
-    critic: ModelSize | None = None
-    gpu: str = ""  # name of the ranks' GPU in CUDA; empty on CPUs
-
-
-@dataclass(slots=True, kw_only=True)
-class Work:
-    """Tokens of forward and backward passes through a model."""
-
-    forward_tokens: int = 0
-    forward_squares: int = 0  # sum of the squares of their lengths
-    forward_rows: int = 0  # tokens whose log-probabilities are computed
-    backward_tokens: int = 0
-    backward_squares: int = 0
-    backward_rows: int = 0
-
-    def add(self, lengths: Iterable[int], *, rows: int, backward: bool) -> None:
-        """Add a forward pass over samples and a backward pass; `rows` of their tokens need the output embedding."""
-        lengths = list(lengths)
-        tokens, squares = sum(lengths), sum(n * n for n in lengths)
-        self.forward_tokens += tokens
-        self.forward_squares += squares
-        self.forward_rows += rows
-        if backward:
-            self.backward_tokens += tokens
-            self.backward_squares += squares
-            self.backward_rows += rows
-
-    def flops(self, size: ModelSize) -> float:
-        """Return the FLOP of all passes."""
-        products = size.parameters * self.forward_tokens + size.head * self.forward_rows
-        products += (size.parameters + size.trained_parameters) * self.backward_tokens
-        products += (size.head + size.trained_head) * self.backward_rows
-        attention = size.attention * (self.forward_squares + 2 * self.backward_squares)
-        return 2.0 * (products + attention)
 
 
 def speed(machine: Machine, policy: Work, critic: Work, *, seconds: float, rank_count: int) -> dict[str, float]:

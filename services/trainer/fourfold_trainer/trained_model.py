@@ -14,7 +14,7 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
 from fourfold.weights.source.base import WeightSource
 from fourfold_trainer.checkpoint.shards import Shard
-from fourfold_trainer.flops import ModelSize
+from fourfold_trainer.work import ModelSize
 
 
 class TrainedModel(Protocol):

@@ -11,7 +11,8 @@ import transformers
 
 from fourfold import metrics
 from fourfold.nn import forward
-from fourfold_trainer.flops import Machine, ModelSize, Work, speed
+from fourfold_trainer.flops import size_of, speed
+from fourfold_trainer.work import Machine, ModelSize, Work
 
 SIZE = ModelSize(parameters=100, trained_parameters=100, head=30, trained_head=30, attention=4)
 
@@ -56,12 +57,12 @@ def test_an_embedding_is_looked_up_and_only_a_policy_has_a_head(tied: bool) -> N
     model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     assert sum(p.numel() for p in model.parameters()) == body + head * (1 if tied else 2)
     size = ModelSize(parameters=body, trained_parameters=body, head=head, trained_head=head, attention=3 * 2 * 6)
-    assert ModelSize.of(model) == size
+    assert size_of(model) == size
     model.lm_head.weight.requires_grad_(False)
-    assert ModelSize.of(model) == replace(size, trained_head=0)
+    assert size_of(model) == replace(size, trained_head=0)
     forward.install_values(model)
     critic = replace(size, parameters=body + 8, trained_parameters=body + 8, head=0, trained_head=0)
-    assert ModelSize.of(model) == critic, "one more row, of the value head"
+    assert size_of(model) == critic, "one more row, of the value head"
 
 
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
@@ -70,7 +71,7 @@ def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
         model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     total = sum(p.numel() for p in model.parameters())
     experts = 3 * 4 * (3 * 8 * 12)  # layers, experts, three matrices
-    assert ModelSize.of(model).parameters == total - experts * 3 // 4 - 2 * 11 * 8
+    assert size_of(model).parameters == total - experts * 3 // 4 - 2 * 11 * 8
 
 
 def test_the_heads_of_mla_are_wider_than_their_rotary_part() -> None:
@@ -80,4 +81,4 @@ def test_the_heads_of_mla_are_wider_than_their_rotary_part() -> None:
         topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
     )  # fmt: skip
     model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    assert ModelSize.of(model).attention == 2 * 4 * (16 + 8 + 16) // 2
+    assert size_of(model).attention == 2 * 4 * (16 + 8 + 16) // 2

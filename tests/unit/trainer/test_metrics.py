@@ -17,9 +17,9 @@ from fourfold.algorithm.state import AlgorithmState
 from fourfold.config import Config
 from fourfold.nn.router import Routed
 from fourfold.sample import Sample
-from fourfold_trainer.flops import Work
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.train_step import train_step
+from fourfold_trainer.work import Work
 from tests.fakes.toy_engine import Toy, ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
 from tests.unit.trainer.test_train_step import ALGORITHMS, batch, recipe, run

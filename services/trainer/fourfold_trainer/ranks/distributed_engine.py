@@ -26,11 +26,11 @@ from fourfold_trainer.batches import MicroBatch, UpdateBatch, ValueBatch, Weight
 from fourfold_trainer.checkpoint.machines import FileCopy, copies_to_keep, copies_to_read, newest_complete
 from fourfold_trainer.checkpoint.store import STATE_FILE
 from fourfold_trainer.engine import SentWeights, UpdateSettings, UpdateSums
-from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.ranks.placement import place_ranks
 from fourfold_trainer.ranks.rank_channel import RankMessage
 from fourfold_trainer.ranks.rank_processes import OtherMachines, RankProcesses, raise_first_error
 from fourfold_trainer.ranks.rank_worker import RankWorker, read_error, read_sums
+from fourfold_trainer.work import ModelSize
 
 # An answer may arrive this much later than the deadline in its command.
 _ANSWER_GRACE_SECONDS: Final = 5.0

@@ -39,12 +39,12 @@ from fourfold_trainer.checkpoint import machines
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.checkpoint.store import STATE_FILE, remove_partial, writing
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
-from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.placement import ADDRESS_VARIABLE
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
 from fourfold_trainer.step.accumulation import accumulate_gradient, apply_gradient, discard_gradient
 from fourfold_trainer.step.optimizer_step import compute_gradient, update_critic, update_policy
 from fourfold_trainer.trained_model import Critic, Policy, TrainedModel
+from fourfold_trainer.work import Machine
 
 ANSWER: Final = "answer"
 ERROR: Final = "error"

@@ -13,7 +13,6 @@ import numpy as np
 from fourfold.arrays import Float32Array, Float64Array
 from fourfold.config.schema import Config
 from fourfold_trainer.engine import TrainerEngine
-from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import ModelOutputs
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.micro_batches import (
@@ -23,6 +22,7 @@ from fourfold_trainer.step.micro_batches import (
     compute_per_token,
     of_action_tokens,
 )
+from fourfold_trainer.work import Work
 
 _NOISE_STEPS: Final = 200  # the noise of later epochs is measured once in this number of steps that train the policy
 

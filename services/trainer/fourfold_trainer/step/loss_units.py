@@ -18,7 +18,6 @@ from fourfold.config.schema import Config
 from fourfold_trainer import batches
 from fourfold_trainer.batches import UnitBatch
 from fourfold_trainer.engine import TrainerEngine
-from fourfold_trainer.flops import Work
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.micro_batches import (
     MicroBatches,
@@ -28,6 +27,7 @@ from fourfold_trainer.step.micro_batches import (
     policy_shares,
     unit_of,
 )
+from fourfold_trainer.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,7 +23,6 @@ from fourfold.algorithm import kl
 from fourfold.algorithm.corrections import Correction
 from fourfold.algorithm.ratios import clamp
 from fourfold.arrays import Float32Array
-from fourfold.nn.router import Routed
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, UpdateSums
 from fourfold_trainer.step.batch import TrainBatch
 
@@ -142,10 +141,13 @@ class MetricAccumulator:
             metrics.TRUNCATED_WEIGHTS: correction.truncated,
         }
 
-    def add_routing(self, routed: Routed, share: float) -> None:
-        """Add the routers' loss and expert counts of a micro-batch with this share of the step's tokens; 0: a dummy."""
-        self.add_sum(metrics.ROUTER_LOSS, routed.loss * share)
-        self.expert_counts.append(routed.counts * (share > 0))
+    def add_routing(self, loss: Tensor, counts: Tensor, share: float) -> None:
+        """Add the routing of a micro-batch (`fourfold.nn.router.Routed`) with this share of the step's tokens.
+
+        A dummy has the share 0.
+        """
+        self.add_sum(metrics.ROUTER_LOSS, loss * share)
+        self.expert_counts.append(counts * (share > 0))
 
     def any_accepted(self) -> bool:
         """Return whether the correction left a token to train on in any micro-batch of this rank. Waits for the GPU."""

@@ -59,7 +59,8 @@ def compute_gradient(
             policy.routers.token_count = batch.tokens.token_count
         logprobs, entropy = policy.logprobs(batch.tokens, entropy=algorithm.needs_entropies)
         if policy.routers is not None:
-            accumulator.add_routing(policy.routers.routed(), share)
+            routed = policy.routers.routed()
+            accumulator.add_routing(routed.loss, routed.counts, share)
         if isinstance(batch, UnitBatch):
             loss = unit_objective(logprobs, batch, algorithm, settings, accumulator)
         else:

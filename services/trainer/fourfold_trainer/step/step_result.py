@@ -11,11 +11,11 @@ from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Float64Array
 from fourfold_trainer.batches import dummy_tokens
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
-from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.before_update import LaterNoise
 from fourfold_trainer.step.micro_batches import LossTokens, MicroBatches
+from fourfold_trainer.work import Work
 
 Measure: TypeAlias = Callable[[LossTokens, UpdateSettings], dict[str, float]]
 """Returns further metrics of a step from its loss tokens and the settings of its updates."""

@@ -24,7 +24,6 @@ from fourfold.algorithm.state import AlgorithmState
 from fourfold.config.schema import Config
 from fourfold.sample import Sample
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
-from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import compute_advantages, next_kl_coef, shape_rewards
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.before_update import compute_before, later_noise, with_old_logprobs
@@ -33,6 +32,7 @@ from fourfold_trainer.step.metric_accumulator import untrained_mismatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
 from fourfold_trainer.step.step_result import Measure, StepResult
 from fourfold_trainer.step.unit_step import train_units
+from fourfold_trainer.work import Work
 
 
 def train_step(

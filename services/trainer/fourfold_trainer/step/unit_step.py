@@ -14,13 +14,13 @@ from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.config.schema import Config
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
-from fourfold_trainer.flops import Work
 from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.loss_units import LossUnits
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import mini_batches
 from fourfold_trainer.step.step_result import NO_ACTION_TOKENS, StepResult
+from fourfold_trainer.work import Work
 
 
 def train_units(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import WrongState
 from fourfold_trainer.checkpoint import shards
-from fourfold_trainer.flops import ModelSize
+from fourfold_trainer.flops import size_of
 from fourfold_trainer.optim import master_weights
 from fourfold_trainer.optim.ema import WeightAverage
 from fourfold_trainer.optim.muon import MOMENTUM, Muon
@@ -54,7 +54,7 @@ class DeepSpeedModel:
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, gpu)
-        self.size = ModelSize.of(model)
+        self.size = size_of(model)
         speed_up(config, model)
         optimizer = make_optimizer(config, table, model)
         settings = deepspeed_config(config, model, max_grad_norm=table.max_grad_norm)

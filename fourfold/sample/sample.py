@@ -36,10 +36,10 @@ class Sample:
     sample_id: str
     group_id: str
     token_ids: Int32Array  # [n]
-    behavior_logprobs: Float32Array  # [n], NaN where action_mask is False
+    behavior_logprobs: Float32Array  # [n], NaN where action_mask is False; [0]: no engine sampled the tokens
     action_mask: BoolArray  # [n]
     loss_mask: BoolArray  # [n], subset of action_mask
-    version_spans: tuple[VersionSpan, ...]
+    version_spans: tuple[VersionSpan, ...]  # empty: no engine sampled the tokens
     temperature: float
     top_p: float = 1.0
     top_k: int = 0

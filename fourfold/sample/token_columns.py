@@ -126,6 +126,7 @@ COLUMNS: Final = (
         name="behavior_logprobs",
         number=Experience.BEHAVIOR_LOGPROBS_FIELD_NUMBER,
         dtype=_FLOAT32,
+        required=False,  # no engine sampled the tokens of data
         absent=np.nan,
         rule=_check_behavior,
     ),

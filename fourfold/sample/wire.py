@@ -83,7 +83,7 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     spans = tuple(
         VersionSpan(policy_version=s.policy_version, token_count=s.token_count) for s in message.version_spans
     )
-    _check_spans(spans, message.action_mask, sample_id)
+    _check_engine(spans, message)
     if message.end_reason not in (pb.END_REASON_TERMINATED, pb.END_REASON_TRUNCATED):
         raise InvalidInput(
             f"sample {sample_id}: end_reason is {message.end_reason}; it must be TERMINATED or TRUNCATED"
@@ -217,6 +217,22 @@ def _check_segment(message: pb.Experience, sample_id: str) -> None:
         raise InvalidInput(
             f"sample {sample_id}: segment_count is {count} without a trajectory_id; every segment names its trajectory"
         )
+
+
+def _check_engine(spans: tuple[VersionSpan, ...], message: pb.Experience) -> None:
+    """Check the versions of the engine that sampled the tokens; without one, there are no log-probabilities either.
+
+    One of the two alone is a mistake of the sender: the sample would have no correction, or no limit of its age.
+    """
+    if bool(message.behavior_logprobs) != bool(spans):
+        names = ("behavior_logprobs", "version_spans")
+        there, empty = names if message.behavior_logprobs else reversed(names)
+        raise InvalidInput(
+            f"sample {message.sample_id} has {there} and no {empty}; send both, or neither if no engine sampled its "
+            f"tokens"
+        )
+    if spans:
+        _check_spans(spans, message.action_mask, message.sample_id)
 
 
 def _check_spans(spans: tuple[VersionSpan, ...], action_bytes: bytes, sample_id: str) -> None:

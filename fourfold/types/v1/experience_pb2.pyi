@@ -86,10 +86,14 @@ class Experience(_message.Message):
     behavior_logprobs: _builtins.bytes
     """Natural-log probability of each token under the engine when it was sampled, after
     temperature: n little-endian float32, at most 0, and NaN exactly where action_mask is 0. -inf
-    is refused on trained tokens unless the recipe's correction rejects such tokens.
+    is refused on trained tokens unless the recipe's correction rejects such tokens. Empty: no
+    engine sampled the tokens, which are those of data; version_spans is empty, too. Refused where
+    the recipe's loss or correction reads it, and for trajectories of agents.
     """
     action_mask: _builtins.bytes
-    """Tokens that the policy sampled: n bytes, 1 for these, else 0; the first is 0."""
+    """Tokens that the policy sampled, or the answer in tokens of data: n bytes, 1 for these, else 0;
+    the first is 0.
+    """
     loss_mask: _builtins.bytes
     """Tokens that are trained on, a subset of the action mask: n bytes, 0 or 1. Empty: the action
     mask.
@@ -109,8 +113,9 @@ class Experience(_message.Message):
     end_reason: Global___EndReason.ValueType
     """Reason for the end of the sample; END_REASON_UNSPECIFIED is refused."""
     score: _builtins.float
-    """Score, dimensionless, finite; 0 is a score like any other. Unset until scored: the trainer
-    refuses a sample without a score.
+    """Score, dimensionless, finite; 0 is a score like any other. Of tokens of data: the weight of the
+    answer, its label, or its rank in a pair. Unset until scored: the trainer refuses a sample
+    without a score, except those on which a loss measures a distance.
     """
     scorer: _builtins.str
     """Scorer, as "name@version"; empty until scored."""
@@ -142,8 +147,8 @@ class Experience(_message.Message):
     """
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
-        """Policy versions of the tokens as consecutive spans, at least one; their token_count adds up
-        to n.
+        """Policy versions of the tokens as consecutive spans; their token_count adds up to n. Empty
+        exactly when behavior_logprobs is.
         """
 
     @_builtins.property

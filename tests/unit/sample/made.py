@@ -76,5 +76,15 @@ def long() -> Sample:
     return make("p0000003-0-3", ((-1, 60), (1 << 40, 240)), temperature=1.0)
 
 
+def row() -> Sample:
+    """Return a sample of data, whose tokens no engine sampled: the second of two turns is in the loss."""
+    mask = np.array([0, 0, 1, 1, 0, 1, 1], np.bool_)
+    later = np.array([0, 0, 0, 0, 0, 1, 1], np.bool_)
+    empty = np.empty(0, np.float32)
+    return make(
+        "r7-1", ((-1, 7),), behavior_logprobs=empty, action_mask=mask, loss_mask=later, version_spans=(), score=2.0
+    )
+
+
 def every() -> list[Sample]:
     return [plain(), full(), *segments(), long()]

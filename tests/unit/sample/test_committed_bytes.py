@@ -81,6 +81,13 @@ def test_a_train_step_has_the_committed_bytes() -> None:
     assert same([decode(m, **LIMITS) for m in TrainStepRequest.FromString(wanted).experiences], made.every())
 
 
+def test_a_train_step_of_rows_has_the_committed_bytes() -> None:
+    wanted = (DATA / "train_step_rows.bin").read_bytes()
+    (found,) = encode_stream(TrainStepRequest(step=7), 2, [encode_parts(made.row())])
+    assert found == wanted
+    assert same([decode(m, **LIMITS) for m in TrainStepRequest.FromString(wanted).experiences], [made.row()])
+
+
 def test_a_segment_file_has_the_committed_bytes(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path)
     places = files.append([encode_record(record) for record in records()])

@@ -97,7 +97,8 @@ BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
     ("nan temperature", lambda m: setattr(m, "temperature", NAN), "temperature is nan"),
     ("top_p", lambda m: setattr(m, "top_p", 0), "top_p is 0.0; it must be in (0, 1]"),
     ("top_k", lambda m: setattr(m, "top_k", -1), "top_k is -1"),
-    ("no spans", lambda m: m.ClearField("version_spans"), "version_spans cover 0 tokens; the sample has 8"),
+    ("no spans", lambda m: m.ClearField("version_spans"), "has behavior_logprobs and no version_spans"),
+    ("no logprobs", lambda m: m.ClearField("behavior_logprobs"), "has version_spans and no behavior_logprobs"),
     ("span of 0", lambda m: setattr(m.version_spans[0], "token_count", 0), "token_count >= 1"),
     (
         "huge span",
@@ -146,6 +147,15 @@ def test_a_malformed_message_is_refused_with_the_reason(
     with pytest.raises(InvalidInput, match=re.escape(message)) as caught:
         read(experience)
     assert "s-1" in str(caught.value) or "sample_id" in message
+
+
+def test_tokens_of_data_have_no_engine() -> None:
+    sample = make(behavior_logprobs=np.empty(0, np.float32), version_spans=(), score=0.5)
+    message = encode(sample)
+    assert not message.behavior_logprobs and not message.version_spans
+    found = read(message)
+    assert (found.behavior_logprobs.tolist(), found.version_spans, found.oldest_version) == ([], (), -1)
+    assert found.token_ids.tolist() == sample.token_ids.tolist() and found.score == 0.5
 
 
 def test_an_equal_loss_mask_does_not_travel() -> None:

@@ -91,6 +91,8 @@ def _check_segment(
     sample = decode(message, vocabulary_size=rules.vocabulary_size, max_tokens=rules.max_tokens)
     if not sample.action_mask.any():
         raise InvalidInput(f"{where}: no sampled token; leave the segment out")
+    if not sample.version_spans:
+        raise InvalidInput(f"{where}: no behavior_logprobs and version_spans; send those of the engine")
     if np.isneginf(sample.behavior_logprobs[sample.loss_mask]).any():
         raise InvalidInput(f"{where}: behavior_logprobs has -inf for a trained token, which cannot have been sampled")
     if sample.oldest_version < 0:

@@ -23,6 +23,7 @@ from fourfold.algorithm.advantages.grpo import Grpo
 from fourfold.algorithm.aggregation import Mode
 from fourfold.algorithm.losses.base import AnyLoss
 from fourfold.algorithm.losses.ppo import PpoLoss
+from fourfold.config.rows import ROW_PRESETS
 from fourfold.table import Table
 from fourfold.text import choices
 
@@ -309,8 +310,9 @@ class AlgorithmConfig(Table):
         if not isinstance(given, dict):
             return given
         name = given.get("preset", "grpo")
-        if name not in tuple(PRESETS):  # a name of another type may not be hashable
-            raise ValueError(f"preset = {name!r} is unknown; {choices(name, PRESETS)}")
+        known = (*PRESETS, *ROW_PRESETS)
+        if name not in known:  # a name of another type may not be hashable
+            raise ValueError(f"preset = {name!r} is unknown; {choices(name, known)}")
         return merged(default_tables(name), given)
 
     def _check_units(self) -> None:
@@ -390,7 +392,7 @@ class AlgorithmConfig(Table):
 
 def default_tables(preset: object) -> dict[str, Any]:
     """Return the keys that a preset sets, and the kinds of those that set none."""
-    return merged(_KINDS, PRESETS.get(preset, {}) if isinstance(preset, str) else {})
+    return merged(_KINDS, {**PRESETS, **ROW_PRESETS}.get(preset, {}) if isinstance(preset, str) else {})
 
 
 def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

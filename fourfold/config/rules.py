@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from fourfold.address import is_loopback, split_target
 from fourfold.bounds import TRAIN_MESSAGE_BYTES
 from fourfold.config.agents import CONSTRAINED_TOOL_PARSERS
+from fourfold.config.rows import check_no_rows, check_rows
 
 # Encoding of a token: id, log-probability and rewards, two masks; and the fields that a sample has once.
 _TOKEN_BYTES: Final = 4 + 4 + 4 + 2
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 def check_tables(config: Config) -> None:
     """Check all that involves keys of several tables; ValueError has value, rule and fix of the first mistake."""
+    if config.needs_engines:
+        check_no_rows(config)
+    else:
+        check_rows(config)
     _check_lengths(config)
     if config.checkpoint.keep_best and not config.data.held_out:
         raise ValueError(
@@ -34,7 +39,8 @@ def check_tables(config: Config) -> None:
     _check_concurrent_samples(config)
     _check_ports(config)
     batch = config.batch
-    config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
+    if config.needs_engines:
+        config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
     _check_ranks(config)
     _check_precision(config)
 
@@ -331,6 +337,11 @@ def _check_ranks(config: Config) -> None:
     groups = trainer.data_parallel_size
     if samples < groups * mini_batches:
         ranks = "trainer ranks" if trainer.sequence_parallel_size == 1 else "groups of trainer ranks"
+        if batch.rows_per_step:
+            raise ValueError(
+                f"batch.rows_per_step = {batch.rows_per_step} cannot feed {groups} {ranks} in {mini_batches} "
+                f"mini-batches; raise it to at least {groups * mini_batches}"
+            )
         raise ValueError(
             f"{batch.prompts_per_step} prompts x {batch.group_size} per group = {samples} samples cannot feed {groups} "
             f"{ranks} in {mini_batches} mini-batches; raise batch.prompts_per_step to at least "

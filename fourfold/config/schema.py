@@ -19,6 +19,7 @@ from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
 from fourfold.config.reward import RewardConfig, RewardModelConfig, check_scorers
 from fourfold.config.rollout import RolloutConfig, RolloutPool
+from fourfold.config.rows import RowKeys
 from fourfold.config.rules import check_tables
 from fourfold.config.sources import EvalSet, EvalSourceConfig, TrainSourceConfig, check_sources
 from fourfold.config.table import GpuType, Name, Seconds, Temperature, check_gpu_type
@@ -92,8 +93,8 @@ class CurriculumConfig(Table):
     """An attempt with this score or a higher one is a success; the rewards of turns do not count."""
 
 
-class DataConfig(Table):
-    """Prompts for training and evaluation."""
+class DataConfig(RowKeys):
+    """Prompts for training and evaluation, or rows to train on."""
 
     train: tuple[TrainSourceConfig, ...] = Field(default=(), strict=False)
     """Training data: one table [data.train], or several [[data.train]]. Runs with agents.source = "groups" have
@@ -106,11 +107,13 @@ class DataConfig(Table):
     """A held-out set that is taken out of the training data; its name is "holdout"."""
     curriculum: CurriculumConfig | None = None
     """Skip training prompts by their recent success rate."""
-    prompt_field: str = "question"
-    """Column with the prompt: a text, or a list of chat messages."""
-    answer_field: str = "answer"
+    prompt_field: str = ""
+    """Column with the prompt: a text, or a list of chat messages. Empty: `question`; of rows, recognised by its
+    name."""
+    answer_field: str = ""
     """Column with the reference answer, which the data need not have; or COLUMN.KEY, for a key of an object in a
-    column, as "reward_model.ground_truth"."""
+    column, as "reward_model.ground_truth". Empty: `answer`. Of rows, the answer that is trained on; empty: recognised
+    by its name."""
     columns: tuple[str, ...] = Field(default=(), strict=False)
     """Columns that are the metadata of a prompt, for scorers and agents, besides those that the recipe names elsewhere.
     Empty: all; but if the metadata of a row are above 64 KiB, columns that no scorer reads are left out."""
@@ -184,6 +187,16 @@ class DataConfig(Table):
         return self
 
     @property
+    def prompt_column(self) -> str:
+        """Column of a prompt that an engine answers."""
+        return self.prompt_field or "question"
+
+    @property
+    def answer_column(self) -> str:
+        """Column of the reference answer to such a prompt."""
+        return self.answer_field or "answer"
+
+    @property
     def names_sources(self) -> bool:
         """True if training prompts have the name of their source: with several sources, or a source with a `name`."""
         return len(self.train) > 1 or any(source.name for source in self.train)
@@ -197,10 +210,13 @@ class DataConfig(Table):
 class BatchConfig(Table):
     """Sizes of a step. `fourfold plan` prints all numbers that follow from them."""
 
-    prompts_per_step: int = Field(ge=1)
-    """Prompts of one step; each is sampled `group_size` times."""
-    group_size: int = Field(ge=1, le=256)
-    """Samples of one prompt. Most advantage estimators compare them with each other."""
+    prompts_per_step: int = Field(default=0, ge=0)
+    """Prompts of one step; each is sampled `group_size` times. 0: a run of rows."""
+    group_size: int = Field(default=0, ge=0, le=256)
+    """Samples of one prompt. Most advantage estimators compare them with each other. 0: a run of rows."""
+    rows_per_step: int = Field(default=0, ge=0)
+    """Answers of the data that one step trains on, in place of `prompts_per_step` and `group_size`: a run of rows
+    starts no engines. 0: engines sample the answers."""
     tokens_per_micro_batch: int = Field(default=4096, ge=16)
     """Maximum number of tokens in one forward and backward pass of a rank, or of the ranks that share a micro-batch
     (`trainer.sequence_parallel_size`)."""
@@ -209,10 +225,26 @@ class BatchConfig(Table):
     epochs_per_step: int = Field(default=1, ge=1)
     """Passes over the batch in one step."""
 
+    @model_validator(mode="after")
+    def _prompts_or_rows(self) -> Self:
+        prompts = {"prompts_per_step": self.prompts_per_step, "group_size": self.group_size}
+        if self.rows_per_step:
+            if given := next((key for key, value in prompts.items() if value), None):
+                raise ValueError(
+                    f"{given} = {prompts[given]} is for answers that engines sample, and rows_per_step = "
+                    f"{self.rows_per_step} trains on those of the data; remove one"
+                )
+        elif missing := next((key for key, value in prompts.items() if not value), None):
+            raise ValueError(
+                f"`{missing}` is missing or 0; set it to at least 1, or set rows_per_step in place of prompts_per_step "
+                f"and group_size to train on the answers of the data"
+            )
+        return self
+
     @property
     def samples_per_step(self) -> int:
-        """Samples of one step: prompts_per_step * group_size."""
-        return self.prompts_per_step * self.group_size
+        """Samples of one step: prompts_per_step * group_size, or rows_per_step."""
+        return self.rows_per_step or self.prompts_per_step * self.group_size
 
     @property
     def updates_per_step(self) -> int:
@@ -226,8 +258,8 @@ class SamplingConfig(Table):
 
     temperature: Temperature = 1.0
     """From 0.01 to 2."""
-    max_new_tokens: int = Field(ge=1)
-    """Maximum number of tokens of a completion."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """Maximum number of tokens of a completion; at least 1. 0: a run of rows, which samples nothing."""
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), max_length=64, strict=False)
     """Token ids that end a completion, in addition to the model's own. At most 64: engines and gateways refuse more."""
 
@@ -428,12 +460,12 @@ class Config(Table):
     """Name of the run, and of its folder under runs/."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the order of the prompts, of sampling, of the mini-batches and of held-out groups."""
-    steps: int = Field(ge=1)
-    """Training steps of the run."""
+    steps: int = Field(default=0, ge=0)
+    """Training steps of the run; at least 1, unless `data.passes` says it."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     batch: BatchConfig
-    sampling: SamplingConfig
+    sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -514,14 +546,19 @@ class Config(Table):
         return "keep" if self.asynchrony.max_policy_lag else "wait"
 
     @property
+    def needs_engines(self) -> bool:
+        """True if engines sample what is trained on, and not if the data has it."""
+        return not self.batch.rows_per_step
+
+    @property
     def needs_reference(self) -> bool:
         """True if the algorithm uses the reference policy."""
         return self.algorithm.kl.coef > 0 or self.algorithm.loss.needs_reference
 
     @property
     def needs_scorer(self) -> bool:
-        """True if the run has reward services: not if agents bring the reward of every trajectory."""
-        return self.agents.source == "none" or self.agents.reward == "service"
+        """True if the run has reward services: not if agents bring the reward of every trajectory, or with rows."""
+        return self.needs_engines and (self.agents.source == "none" or self.agents.reward == "service")
 
     @property
     def reference_on_gpus(self) -> bool:

@@ -15,9 +15,10 @@ from pydantic.fields import FieldInfo
 from fourfold.algorithm.advantages import ADVANTAGES, AdvantageEstimator
 from fourfold.algorithm.losses import LOSSES
 from fourfold.algorithm.registry import Definition
-from fourfold.config import rules
+from fourfold.config import rows, rules
 from fourfold.config.algorithm import PRESETS
 from fourfold.config.rollout import EngineConfig, RolloutPool
+from fourfold.config.rows import ROW_PRESETS
 from fourfold.config.schema import Config
 from fourfold.table import Table
 from scripts.reference.page import cell, error_texts, escape, field_docs, page, paragraphs, table
@@ -59,7 +60,7 @@ class Section:
 def recipe_page() -> str:
     """Return docs/reference/recipe.md."""
     blocks = [_section(section) for section in sections()]
-    shared = [f"- {escape(text)}" for text in error_texts(inspect.getsource(rules))]
+    shared = [f"- {escape(text)}" for module in (rules, rows) for text in error_texts(inspect.getsource(module))]
     rules_of_all = "## Rules of several tables\n\n" + "\n".join(shared)
     return page("Recipe", "fourfold/config", _INTRODUCTION, *blocks, rules_of_all)
 
@@ -116,7 +117,7 @@ def _section(section: Section) -> str:
         names = ", ".join(f"`{name}`" for name in EngineConfig.model_fields)
         blocks.append(f"A pool may also set these keys, whose defaults are those of `[rollout]`: {names}.")
     if section.paths == ["algorithm"]:
-        names = ", ".join(f"`{name}`" for name in PRESETS)
+        names = ", ".join(f"`{name}`" for name in (*PRESETS, *ROW_PRESETS))
         blocks.append(f"Presets: {names}. `fourfold plan` prints the values and formulas that follow from one.")
     return "\n\n".join(block for block in blocks if block)
 

@@ -48,7 +48,7 @@ class ConfiguredFunction:
 
 def _find(name: str, config: Config) -> Verifier:
     sources = (*config.data.train, *config.data.eval)
-    fields = dict.fromkeys([config.data.answer_field, *(s.answer_field for s in sources if s.answer_field)])
+    fields = dict.fromkeys([config.data.answer_column, *(s.answer_field for s in sources if s.answer_field)])
     try:
         return replace(loader.find(name, directory=Path.cwd()), answer_fields=tuple(fields))
     except VerifierError as error:

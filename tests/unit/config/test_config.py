@@ -110,7 +110,7 @@ def test_a_sample_that_no_message_of_a_step_can_carry_is_refused(
     ("change", "to", "message"),
     [
         ("steps = 3", "step = 3", "DIR/recipe.toml:2  step: no such key. Did you mean `steps`?"),
-        ("steps = 3", "", "DIR/recipe.toml:1  steps: missing, and it has no default; add it."),
+        ("steps = 3", "", "DIR/recipe.toml:1  the recipe: `steps` is missing or 0; set it to at least 1"),
         ("group_size = 4", "groupsize = 4", ":13  batch.groupsize: no such key. Did you mean `group_size`?"),
         ("group_size = 4", "learning_rate = 1", ":13  batch.learning_rate: no such key. Did you mean `trainer.learn"),
         ("group_size = 4", "num_generations = 4", ":13  batch.num_generations: no such key. Did you mean `group_size"),
@@ -122,7 +122,11 @@ def test_a_sample_that_no_message_of_a_step_can_carry_is_refused(
         ("steps = 3", "run_name = 3", ":2  run_name: no such key. Did you mean `name`?"),
         ("steps = 3", "gradient_checkpointing = true", "Did you mean `trainer.gradient_checkpointing`?"),
         ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known keys: epochs_per_step, group_size, mini_ba"),
-        ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
+        (
+            "group_size = 4",
+            "group_size = 0",
+            ":13  batch: `group_size` is missing or 0; set it to at least 1, or set rows",
+        ),
         ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
         ("[batch]", "[algorithm]\npreset = []\n[batch]", "algorithm: preset = [] is unknown; choose one of"),
         ("[batch]", "[algorithm.correction]\nkind = []\n[batch]", "algorithm.correction.kind = []: input should be"),

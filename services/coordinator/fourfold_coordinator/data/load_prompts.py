@@ -182,8 +182,8 @@ class _Loader:
         text, ids = tokenize(raw, data, self.tokenizer, where)
         if not ids:
             raise ConfigError(f"{where}: an empty prompt; remove the row")
-        prompt_field = "" if source.template else source.prompt_field or data.prompt_field
-        rest = _without_answer(row, source.answer_field or data.answer_field)
+        prompt_field = "" if source.template else source.prompt_field or data.prompt_column
+        rest = _without_answer(row, source.answer_field or data.answer_column)
         metadata = {k: v for k, v in rest.items() if k not in (prompt_field, "metadata")}
         nested = rest.get("metadata")
         if isinstance(nested, dict):
@@ -272,9 +272,9 @@ def read_prompt(row: Row, source: DataSourceConfig, data: DataConfig, where: str
     value = (
         _fill_template(source.template, row, where)
         if source.template
-        else _prompt_of(row, source.prompt_field or data.prompt_field, where)
+        else _prompt_of(row, source.prompt_field or data.prompt_column, where)
     )
-    answer = answer_of(row, source.answer_field or data.answer_field, where)
+    answer = answer_of(row, source.answer_field or data.answer_column, where)
     if not data.chat:
         return RawPrompt(value, None, [], answer)
     messages = _chat_messages(value, data, where)

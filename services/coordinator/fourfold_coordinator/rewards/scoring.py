@@ -176,7 +176,7 @@ def check_scorers(config: Config, tables: Sequence[RewardConfig], prompts: Promp
                 columns = ", ".join(json.loads(rows[0].metadata_json)) or "no other"
                 raise ConfigError(
                     f"reward.function = {table.function!r} needs a {answer}, and no row of {where} has one; set "
-                    f"data.answer_field = {config.data.answer_field!r} to the column with the answers (there are: "
+                    f"data.answer_field = {config.data.answer_column!r} to the column with the answers (there are: "
                     f"{clean(columns, 300)}), or use a function that needs none"
                 )
             if table.abstain == "drop":

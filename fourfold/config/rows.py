@@ -1,0 +1,167 @@
+"""Defines the keys of a run of rows, which trains on the answers of its data, and refuses what rows do not read.
+
+Such a run has `batch.rows_per_step` in place of `batch.prompts_per_step`. It starts no engine and no reward service.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pydantic import Field
+
+from fourfold.table import Table
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import Config
+
+# A mean over the tokens of a step, each of which weighs as much as its row.
+ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "sft": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
+    "pretrain": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
+    # arXiv 2508.05629.
+    "dft": {"advantage": {"kind": "constant"}, "loss": {"kind": "dft"}},
+}
+"""The presets of runs of rows, as `PRESETS`."""
+ROW_LOSSES: Final = ("nll", "dft")
+"""Losses of the tokens that data has."""
+_NO_ENGINE: Final = "no engine samples"
+_NO_UPDATE: Final = "no engine gets new weights"
+_NO_AGENT: Final = "no agent attempts a task"
+# Tables that rows do not read, and why.
+_UNREAD_TABLES: Final = {
+    "sampling": _NO_ENGINE,
+    "rollout": _NO_ENGINE,
+    "weights": _NO_UPDATE,
+    "asynchrony": _NO_UPDATE,
+    "reward": "no answer is scored",
+    "agents": _NO_AGENT,
+    "gateway": _NO_AGENT,
+    "environment": _NO_AGENT,
+    "critic": "the advantage of a row is its weight",
+}
+_UNREAD_OF_ALGORITHM: Final = {
+    "kl": "the loss has no reference",
+    "correction": "no engine has log-probabilities to correct",
+    "shaping": "a row has no score to shape",
+    "filter": "a row has no group to compare with",
+    "whiten": "the advantage of a row is its weight",
+}
+_UNREAD_OF_DATA: Final = {
+    "curriculum": "a row has no success rate",
+    "columns": "no scorer reads metadata",
+    "scorers_field": "no answer is scored",
+    "answer_from_messages": "the answer of a row is trained on",
+    "max_prompt_tokens": "model.max_context_tokens limits a row and data.too_long says what becomes of longer ones",
+    "holdout": "the loss on held-out rows is not measured yet",
+    "eval": "the loss on held-out rows is not measured yet",
+}
+
+
+class RowKeys(Table):
+    """The keys of [data] that a run of rows reads."""
+
+    passes: float = Field(default=0.0, ge=0, le=10_000)
+    """Passes over the rows; the run has as many steps as they need, and writes `steps` into its config.toml. 0: `steps`
+    says it. With `batch.rows_per_step`."""
+    form: Literal["auto", "tokens", "messages", "completion", "alpaca", "text"] = "auto"
+    """Form of the rows. auto: recognised by their columns. With `batch.rows_per_step`."""
+    loss_on: Literal["", "assistant", "completion", "last", "all"] = ""
+    """Tokens in the loss. assistant: every answer of the assistant. completion: the answer that a row has as such.
+    last: the last answer. all: all tokens. Empty: assistant for messages, else completion."""
+    turns: Literal["all", "each"] = "all"
+    """all: a conversation is one sample. each: every answer is one, with the prompt that an engine would get; for chat
+    templates that write earlier turns in another way."""
+    end: Literal["template", "token"] = "template"
+    """End of an answer, which is in the loss. template: as the chat template writes it. token: the model's end token is
+    added to a last answer without one."""
+    too_long: Literal["", "drop", "cut", "split"] = ""
+    """Rows above `model.max_context_tokens`. drop: they are left out. cut: they end there. split: a text without a
+    prompt becomes several samples. Empty: split with the preset `pretrain`, else drop."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """Rows with a wrong value, such as an unknown role. drop: they are left out and counted."""
+    max_dropped: float = Field(default=0.05, ge=0, le=1)
+    """Largest share of rows that may be left out for one reason."""
+    trust_special_tokens: bool = False
+    """Read the texts of special tokens in messages as these tokens. false: as plain text, so that no row forges a
+    turn."""
+    messages_field: str = ""
+    """Column with the messages of a row. Empty: `messages` or `conversations`."""
+    weight_field: str = ""
+    """Column with the weight of a row in the loss. Empty: each weighs 1."""
+    cache: str = ""
+    """Folder of the encoded rows, which runs share. Empty: `~/.cache/fourfold/tokens`."""
+
+
+def check_rows(config: Config) -> None:
+    """Check a run of rows; ValueError has value, rule and fix of the first mistake."""
+    rows = f"batch.rows_per_step = {config.batch.rows_per_step}"
+    algorithm = config.algorithm
+    if algorithm.loss.kind not in ROW_LOSSES:
+        raise ValueError(
+            f"{rows} trains on the answers of the data, and algorithm.loss.kind = `{algorithm.loss.kind}` is no loss "
+            f"of such tokens; set algorithm.preset to one of {', '.join(ROW_PRESETS)}, or "
+            f"batch.prompts_per_step in place of rows_per_step"
+        )
+    if algorithm.advantage.kind != "constant":
+        raise ValueError(
+            f"{rows}: algorithm.advantage.kind = `{algorithm.advantage.kind}` needs samples of the policy, and a row "
+            f'has a weight; set kind = "constant"'
+        )
+    for prefix, table, unread in (
+        ("", config, _UNREAD_TABLES),
+        ("algorithm.", algorithm, _UNREAD_OF_ALGORITHM),
+        ("data.", config.data, _UNREAD_OF_DATA),
+    ):
+        fields = type(table).model_fields
+        for key, reason in unread.items():
+            value, default = getattr(table, key), fields[key].get_default()
+            if value != default:
+                raise ValueError(
+                    f"`{prefix}{key}{_changed_key(value, default)}` has no effect in a run of rows "
+                    f"(batch.rows_per_step): {reason}; remove it"
+                )
+    if config.placement.colocated:
+        raise ValueError(
+            f"placement.colocated = true shares GPUs with engines, and with {rows} {_NO_ENGINE}; remove it"
+        )
+    if config.batch.epochs_per_step > 1:
+        raise ValueError(
+            f"batch.epochs_per_step = {config.batch.epochs_per_step} trains on the rows of a step several times; with "
+            f"{rows}, set data.passes"
+        )
+    if not config.steps and not config.data.passes:
+        raise ValueError("`steps` and `data.passes` are missing or 0; set one of them")
+    if config.data.passes and any(source.weight is not None for source in config.data.train):
+        raise ValueError(
+            f"data.passes = {config.data.passes:g}: sources with a weight are drawn at different rates, so that a pass "
+            f"has no end; set steps, or remove the weights"
+        )
+
+
+def _changed_key(value: object, default: object) -> str:
+    """Return the first key of a table that differs from its default, as ".replicas"; empty for what is no table."""
+    if not isinstance(value, Table) or not isinstance(default, Table):
+        return ""
+    changed = (name for name, one in value if one != getattr(default, name, one))
+    return "".join(f".{name}" for name in itertools.islice(changed, 1))
+
+
+def check_no_rows(config: Config) -> None:
+    """Refuse keys of rows in a run with engines, and what such a run lacks."""
+    if not config.steps:
+        raise ValueError("`steps` is missing or 0; set it to at least 1")
+    if not config.sampling.max_new_tokens:
+        raise ValueError("`sampling.max_new_tokens` is missing or 0; set it to at least 1")
+    if config.algorithm.preset in ROW_PRESETS:
+        raise ValueError(
+            f'algorithm.preset = "{config.algorithm.preset}" trains on the answers of the data; set '
+            f"batch.rows_per_step in place of prompts_per_step and group_size"
+        )
+    for key, field in RowKeys.model_fields.items():
+        if (value := getattr(config.data, key)) != field.get_default():
+            raise ValueError(
+                f"data.{key} = {value!r} is for rows whose answers are trained on; set batch.rows_per_step in place of "
+                f"prompts_per_step, or remove it"
+            )

@@ -1,0 +1,100 @@
+"""Recipes of runs of rows: what they need, and the keys that they refuse, each with its reason."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fourfold import config
+from fourfold.config.rows import ROW_PRESETS, RowKeys
+from fourfold.errors import ConfigError
+
+RECIPE = """\
+name = "tiny"
+[model]
+source = "builtin:tiny"
+max_context_tokens = 64
+[data]
+passes = 2
+[data.train]
+path = "rows.jsonl"
+[batch]
+rows_per_step = 8
+[algorithm]
+preset = "sft"
+"""
+
+
+def load(folder: Path, *assignments: str, recipe: str = RECIPE) -> config.Config:
+    path = folder / "recipe.toml"
+    path.write_text(recipe)
+    return config.load(path, assignments)
+
+
+def refused(folder: Path, assignments: Sequence[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *assignments)
+    return caught.value.message.replace(str(folder), "DIR")
+
+
+@pytest.mark.parametrize("preset", ROW_PRESETS)
+def test_a_run_of_rows_needs_no_engine_and_no_scorer(tmp_path: Path, preset: str) -> None:
+    found = load(tmp_path, f"algorithm.preset={preset}")
+    assert not found.needs_engines and not found.needs_scorer and not found.needs_reference
+    assert found.batch.samples_per_step == 8
+    assert config.from_tables(tomllib.loads(config.dump(found)), source="dump") == found
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("sampling.max_new_tokens=3", "`sampling.max_new_tokens` has no effect in a run of rows"),
+        ("rollout.replicas=2", "`rollout.replicas` has no effect in a run of rows (batch.rows_per_step): no engine"),
+        ("weights.pause=wait", "`weights.pause` has no effect in a run of rows (batch.rows_per_step): no engine gets"),
+        ("asynchrony.max_policy_lag=1", "`asynchrony.max_policy_lag` has no effect"),
+        ("reward.function=last_number", "`reward` has no effect in a run of rows (batch.rows_per_step): no answer is"),
+        ("agents.source=tasks", "`agents.source` has no effect in a run of rows (batch.rows_per_step): no agent"),
+        ("critic.learning_rate=0.1", "`critic.learning_rate` has no effect"),
+        ("algorithm.kl.coef=0.1", "`algorithm.kl.coef` has no effect in a run of rows (batch.rows_per_step): the loss"),
+        ("algorithm.correction.kind=tis", "`algorithm.correction.kind` has no effect"),
+        ("algorithm.filter.keep=varied", "`algorithm.filter.keep` has no effect"),
+        ("algorithm.shaping.clip=1.0", "`algorithm.shaping.clip` has no effect"),
+        ("algorithm.whiten=full", "`algorithm.whiten` has no effect"),
+        ("data.curriculum.success=0.5", "`data.curriculum` has no effect"),
+        ("data.holdout.groups=2", "`data.holdout` has no effect"),
+        ("algorithm.preset=grpo", "algorithm.loss.kind = `ppo` is no loss of such tokens; set algorithm.preset to one"),
+        ("algorithm.advantage.kind=grpo", "algorithm.advantage.kind = `grpo` needs samples of the policy"),
+        ("batch.prompts_per_step=3", "prompts_per_step = 3 is for answers that engines sample, and rows_per_step = 8"),
+        ("batch.epochs_per_step=2", "batch.epochs_per_step = 2 trains on the rows of a step several times"),
+        ("batch.rows_per_step=0", "`prompts_per_step` is missing or 0"),
+        ("trainer.ranks=16", "batch.rows_per_step = 8 cannot feed 16 trainer ranks in 1 mini-batches; raise it to at"),
+        ("data.passes=0", "`steps` and `data.passes` are missing or 0; set one of them"),
+        ("data.train.weight=1.0", "data.passes = 2: sources with a weight are drawn at different rates"),
+        ("data.form=pairs", "data.form = 'pairs': input should be 'auto'"),
+    ],
+)
+def test_what_rows_do_not_read_is_refused_with_the_reason(tmp_path: Path, assignment: str, message: str) -> None:
+    found = refused(tmp_path, [assignment])
+    assert message in found
+    if "has no effect" in message and "`reward`" not in message and "`data." not in message:
+        assert found.startswith("--set "), "the place is that of the key"
+
+
+def test_a_run_with_engines_refuses_the_keys_of_rows(tmp_path: Path) -> None:
+    engines = RECIPE.replace("passes = 2", "").replace("rows_per_step = 8", "prompts_per_step = 2\ngroup_size = 4")
+    engines = engines.replace('preset = "sft"', 'preset = "grpo"') + "[sampling]\nmax_new_tokens = 8\n"
+    assert load(tmp_path, "steps=3", recipe=engines).needs_engines
+    with pytest.raises(ConfigError, match="`steps` is missing or 0"):
+        load(tmp_path, recipe=engines)
+    with pytest.raises(ConfigError, match=r"`sampling.max_new_tokens` is missing or 0"):
+        load(tmp_path, "steps=3", recipe=engines.replace("max_new_tokens = 8", ""))
+    with pytest.raises(ConfigError, match=r'algorithm.preset = "sft" trains on the answers of the data'):
+        load(tmp_path, "steps=3", "algorithm.preset=sft", recipe=engines)
+    values = {"passes": "2", "max_dropped": "0.5", "trust_special_tokens": "true", "form": "text", "turns": "each"}
+    values |= {"end": "token", "too_long": "cut", "bad_rows": "drop", "loss_on": "all"}
+    for key in RowKeys.model_fields:
+        with pytest.raises(ConfigError, match=f"data.{key} = .* is for rows whose answers are trained on"):
+            load(tmp_path, "steps=3", f"data.{key}={values.get(key, 'x')}", recipe=engines)

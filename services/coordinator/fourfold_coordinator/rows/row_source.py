@@ -1,4 +1,4 @@
-"""Takes the samples of each step out of token stores, in the order of `data/order.py`.
+"""Takes the samples of each step out of token stores, in the order of `data/prompts.py`.
 
 A step has `rows_per_step` units: answers, or pairs. The last step of a pass is smaller, so that each unit is in exactly
 one step of a pass. A checkpoint stores one number, the position of the next unit.
@@ -21,7 +21,7 @@ from fourfold.errors import ConfigError
 from fourfold.sample.sample import Sample
 from fourfold.seeds import derive_seed
 
-from ..data.order import MixtureOrder, PassOrder
+from ..data.prompts import MixtureOrder, PassOrder
 from .normal import READS, Reads
 from .store import StoredSample, TokenStore
 

@@ -108,6 +108,9 @@ TRAIN_TFLOPS: Final = "train/tflops_per_second"
 MFU: Final = "train/mfu"
 SKIPPED_STEPS: Final = "train/skipped_steps"
 NONFINITE_LOSS: Final = "train/nonfinite_loss"
+DATA_PASS: Final = "data/pass"
+DATA_TOKENS: Final = "data/tokens"
+DATA_LOSS_TOKENS: Final = "data/loss_tokens"
 TRAINED_TOKENS: Final = "train/tokens_per_step"
 TRAINED_SAMPLES: Final = "train/samples_per_step"
 TRAINED_SEGMENTS: Final = "train/segments_per_sample"
@@ -273,6 +276,9 @@ METRICS: Final[dict[str, str]] = {
     MFU: "share in [0, 1]: train/tflops_per_second of the GPU's peak in dense bfloat16; absent if the peak is unknown",
     SKIPPED_STEPS: "steps: number since the start of the run that changed no weights: nothing to learn, or an overflow",
     NONFINITE_LOSS: "updates: number in this step whose policy loss was not finite",
+    DATA_PASS: "passes over the rows of the data since the start of the run; with weights, by the number of rows alone",
+    DATA_TOKENS: "tokens: number of the step's rows, prompts included",
+    DATA_LOSS_TOKENS: "tokens: number of the step's rows that are in the loss",
     TRAINED_TOKENS: "tokens: number in the loss of the policy, counted once per epoch",
     TRAINED_SAMPLES: "samples: number in the update; a trajectory of several segments is one",
     TRAINED_SEGMENTS: "segments: mean number of a sample sent to the trainer; above 1 where agents edit their history",

@@ -63,8 +63,8 @@ class RowKeys(Table):
     """The keys of [data] that a run of rows reads."""
 
     passes: float = Field(default=0.0, ge=0, le=10_000)
-    """Passes over the rows; the run has as many steps as they need, and writes `steps` into its config.toml. 0: `steps`
-    says it. With `batch.rows_per_step`."""
+    """Passes over the rows, in place of `steps`: `fourfold run` counts the steps that they need, and writes both into
+    the config.toml of the run. 0: `steps` says it. With `batch.rows_per_step`."""
     form: Literal["auto", "tokens", "messages", "completion", "alpaca", "text"] = "auto"
     """Form of the rows. auto: recognised by their columns. With `batch.rows_per_step`."""
     loss_on: Literal["", "assistant", "completion", "last", "all"] = ""
@@ -133,6 +133,11 @@ def check_rows(config: Config) -> None:
         )
     if not config.steps and not config.data.passes:
         raise ValueError("`steps` and `data.passes` are missing or 0; set one of them")
+    if algorithm.aggregation == "constant-length":
+        raise ValueError(
+            f"algorithm.aggregation = `constant-length` divides by sampling.max_new_tokens, and with {rows} "
+            f"{_NO_ENGINE}; use `token-mean`"
+        )
     if config.data.passes and any(source.weight is not None for source in config.data.train):
         raise ValueError(
             f"data.passes = {config.data.passes:g}: sources with a weight are drawn at different rates, so that a pass "

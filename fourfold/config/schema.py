@@ -525,8 +525,9 @@ class Config(Table):
 
     @property
     def rollout_pools(self) -> tuple[RolloutPool, ...]:
-        """The pools of engines with every key filled in; one without a name if the recipe has no [[rollout.pool]]."""
-        return self.rollout.pools(self.model.dtype)
+        """The pools of engines with every key filled in: none in a run of rows; else one without a name if the recipe
+        has no [[rollout.pool]]."""
+        return self.rollout.pools(self.model.dtype) if self.needs_engines else ()
 
     def rollout_pool(self, name: str) -> RolloutPool:
         """Return the pool of this name, the first one for an empty name; raise KeyError."""

@@ -38,6 +38,7 @@ class Preflight:
     """The results of the checks of one recipe."""
 
     config: Config
+    """The recipe; the check of its data sets the steps that `data.passes` asks for."""
     examples: Sequence[ExampleRow] = ()
     prompt_tokens: float | None = None  # mean of the training prompts; None: they were not read
     notes: dict[str, list[str]] = field(default_factory=dict)

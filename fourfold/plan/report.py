@@ -84,6 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
         Security.load(config.security, VIEWER)  # as `fourfold run` does first
         found = check_recipe(config, args.recipe, args.set)
+        config = found.config
     print(describe(config, found, predictor), end="")
     return 0
 
@@ -122,8 +123,8 @@ def describe(config: Config, found: Preflight | None = None, predictor: SpeedPre
         ("placement", gpu_plan(config, rows, gpu_bytes, here=len(gpus))),
         ("nodes", node_plan(config, sizes)),
         ("warning", [*warnings, *noise_warnings(config), *found.warnings, *speed.warnings]),
-        ("weights", _weights(config, shape)),
-        ("policy lag", lag_plan(config, shape)),
+        ("weights", _weights(config, shape) if config.needs_engines else []),
+        ("policy lag", lag_plan(config, shape) if config.needs_engines else []),
         ("speed", [speed.text]),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
@@ -190,6 +191,8 @@ def _source(source: DataSourceConfig) -> str:
 
 def _held_out(config: Config, plan: BatchPlan) -> str:
     if not plan.evaluations:
+        if not config.needs_engines:
+            return "nothing."
         return "nothing, so no accuracy is measured; add [data.holdout] or [data.eval] to measure it."
     sets = " ".join(_held_out_set(config, held_out) for held_out in config.eval_sets)
     steps = ", ".join(str(step) for step in plan.evaluations[1:7])
@@ -221,6 +224,11 @@ def _held_out_set(config: Config, held_out: EvalSet) -> str:
 
 def _step(config: Config, plan: BatchPlan) -> str:
     batch = config.batch
+    if batch.rows_per_step:
+        return (
+            f"{_count(batch.rows_per_step, 'row')} of at most {config.model.max_context_tokens:,} tokens: at most "
+            f"{plan.tokens_per_step:,} tokens, {_updates(config, plan)}. The last step of a pass may have fewer rows."
+        )
     return (
         f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.group_size, 'sample')} = "
         f"{plan.samples_per_step:,} trajectories of at most "
@@ -243,8 +251,13 @@ def _updates(config: Config, plan: BatchPlan) -> str:
 def _run(config: Config, plan: BatchPlan, checkpoint: int) -> str:
     size, kept = f"{checkpoint / GIB:.1f} GiB", config.checkpoint
     best = f" and the {kept.keep_best} with the best held-out score" if kept.keep_best else ""
+    if config.batch.rows_per_step:
+        passes = config.data.passes
+        amount = f"{passes:g} passes over the rows" if passes else f"at most {plan.samples_in_run:,} rows"
+    else:
+        amount = f"{plan.samples_in_run:,} trajectories"
     return (
-        f"{config.steps} steps = {plan.samples_in_run:,} trajectories. {_count(len(plan.checkpoints), 'checkpoint')} "
+        f"{config.steps} steps = {amount}. {_count(len(plan.checkpoints), 'checkpoint')} "
         f"of about {size}; the newest {kept.keep}{best} stay in runs/{config.name}/checkpoints."
     )
 
@@ -263,7 +276,7 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     passes = "pass" if plan.micro_batches_per_step == 1 else "passes"
     text = (
         f"{by_hand}{_count(trainer.ranks, 'rank')} on {device}{models}, ZeRO stage {trainer.zero_stage}. The "
-        f"{plan.samples_per_step:,} trajectories{each} are packed into micro-batches of at most {tokens:,} tokens: "
+        f"{plan.samples_per_step:,} {'rows' if config.batch.rows_per_step else 'trajectories'}{each} are packed into micro-batches of at most {tokens:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so at most {plan.micro_batches_per_step:,} {passes}. The "
         f"packing does not change the result{exception}."
     )
@@ -360,6 +373,8 @@ def _engine_limits(config: Config, pool: RolloutPool) -> str:
 
 
 def _reward(config: Config) -> str:
+    if not config.needs_engines:
+        return "none, because the data has the answers."
     if not config.needs_scorer:
         return "none, because agents reward their sessions themselves."
     if len(config.reward) == 1:

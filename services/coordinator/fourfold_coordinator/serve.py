@@ -73,6 +73,8 @@ from .routing.registry import Member, MemberChange, Registry
 from .routing.rendezvous import RendezvousServicer
 from .routing.router import MemberState, Router, rest_after
 from .routing.trainer_session import TrainerSession
+from .rows.open_rows import open_rows
+from .rows.row_source import RowSource
 from .sinks.sink import check_sinks
 from .sinks.supervisor import SinkProcesses
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
@@ -92,10 +94,14 @@ from .training.evaluation.evaluator import Evaluator
 from .training.evaluation.standalone import StandaloneEvaluation
 from .training.live_recipe import LiveRecipe
 from .training.loop import TrainingLoop
+from .training.ports import StepSource, WeightPublisher
+from .training.producer import GroupProducer
+from .training.row_feed import RowFeed
 from .training.service_calls import ServiceCalls
 from .training.standstill import StandstillMonitor
 from .weights.broker import WeightBroker
 from .weights.loaded_model import LoadedModel
+from .weights.no_engines import NoEngines
 from .weights.status import WeightPlaneStatus
 
 log = logging.getLogger("fourfold.coordinator")
@@ -118,6 +124,11 @@ _GC_THRESHOLDS: Final = (20_000, 5, 1_000)
 def main(options: ServeOptions) -> int:
     """Run the coordinator; return the exit code. A finished run exits at once."""
     folder = options.make_folder()
+    if not options.config.steps:
+        raise ConfigError(
+            f"data.passes = {options.config.data.passes:g}, and the number of steps is not known here; start the run "
+            f"with `fourfold run`, which counts the rows, or set steps"
+        )
     with locked(folder / COORDINATOR_LOCK, "coordinator"):
         if is_finished(folder, options.config):
             sys.stdout.write(
@@ -317,7 +328,10 @@ class Coordinator:
         try:
             config_file = self._folder / CONFIG_FILE
             history = RecipeHistory(ledger, self._disk, config_file, self._recipe, self._assignments)
-            context, broker = await self._assemble(ledger, experiences, totals, history)
+            source: StepSource | None = None
+            if not self._config.needs_engines:
+                source = RowFeed(await self._open_rows(ledger, history))
+            context = await self._assemble(ledger, experiences, totals, history)
             evaluator = Evaluator(
                 self._config,
                 context.prompts.held_out,
@@ -332,9 +346,11 @@ class Coordinator:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
                 work = StandaloneEvaluation(context, evaluator, self._tokenizer).run()
             else:
-                background.append(asyncio.create_task(broker.run()))
+                if isinstance(context.broker, WeightBroker):
+                    background.append(asyncio.create_task(context.broker.run()))
                 recipe = LiveRecipe(self._recipe, self._config, history.assignments)
-                work = TrainingLoop(context, recipe, history, evaluator).run()
+                source = source or GroupProducer(context)
+                work = TrainingLoop(context, source, recipe, history, evaluator).run()
             await first_of(work, background)
             await sinks.finish()
         finally:
@@ -358,8 +374,8 @@ class Coordinator:
 
     async def _assemble(
         self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals, history: RecipeHistory
-    ) -> tuple[RunContext, WeightBroker]:
-        """Return the objects of the run, and the one of them that works beside the loop."""
+    ) -> RunContext:
+        """Return the objects of the run."""
         config = self._config
         prompts = await self._load_prompts(ledger, history)
         router = self._router
@@ -380,16 +396,7 @@ class Coordinator:
         )
         shadows = Shadows(self._scorers, self._scoring)
         self._scorer_servicer.open(self._scoring, shadows)
-        broker = WeightBroker(
-            config,
-            router,
-            session,
-            ledger,
-            disk=self._disk,
-            probe_ids=self._probe_ids(prompts),
-            status=self._weight_status,
-        )
-        context = RunContext(
+        return RunContext(
             config=config,
             folder=self._folder,
             prompts=prompts,
@@ -399,7 +406,7 @@ class Coordinator:
             board=self._board,
             router=router,
             session=session,
-            broker=broker,
+            broker=self._publisher(ledger, session, prompts),
             service_calls=ServiceCalls(
                 config,
                 router,
@@ -415,10 +422,35 @@ class Coordinator:
             totals=totals,
             start_seconds=self._start_seconds,
         )
-        return context, broker
+
+    def _publisher(self, ledger: Ledger, session: TrainerSession, prompts: PromptSet) -> WeightPublisher:
+        """Return what sends weights to the engines, or its stand-in without engines."""
+        if not self._config.needs_engines:
+            return NoEngines()
+        return WeightBroker(
+            self._config,
+            self._router,
+            session,
+            ledger,
+            disk=self._disk,
+            probe_ids=self._probe_ids(prompts),
+            status=self._weight_status,
+        )
+
+    async def _open_rows(self, ledger: Ledger, history: RecipeHistory) -> RowSource:
+        """Open the rows to train on; raise ConfigError when they cannot be used, or the run began with others."""
+        rows = await asyncio.to_thread(open_rows, self._config, self._tokenizer)
+        digest, changes = await asyncio.to_thread(rows.digest), history.changes(self._config)
+        await self._disk.write(check_same_data, digest, ledger, changes)
+        return rows
 
     async def _load_prompts(self, ledger: Ledger, history: RecipeHistory) -> PromptSet:
-        """Read the data; raise ConfigError when a scorer cannot score them, or the run began with other data."""
+        """Read the data; raise ConfigError when a scorer cannot score them, or the run began with other data.
+
+        A run of rows has no prompts.
+        """
+        if not self._config.needs_engines:
+            return PromptSet(train=(), held_out=(), seed=self._config.seed)
         prompts = await asyncio.to_thread(load_prompts, self._config, self._tokenizer, train=not self._evaluate)
         for warning in (*prompts.warnings, *await asyncio.to_thread(self._scoring.check_prompts, prompts)):
             log.warning("data: %s", warning)

@@ -90,7 +90,9 @@ def main(args: argparse.Namespace) -> int:
             config = _resumed_config(run_dir, args)
             warn_of_little_room(run_dir)
             if args.set:
-                _check_recipe(config, run_dir / CONFIG_FILE, args)
+                config = _check_recipe(config, run_dir / CONFIG_FILE, args)
+                if config.data.passes:  # services and config.toml get the number of steps, too
+                    args.set = [*args.set, f"steps={config.steps}"]
             else:
                 _check_security(config, args.listen)
                 check_sequence_parallel(config)
@@ -98,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
             config = configuration.load(args.recipe, args.set)
             # Check the recipe before the folder is made, so that a mistake leaves no run folder.
             warn_of_little_room(Path.cwd())
-            _check_recipe(config, args.recipe, args)
+            config = _check_recipe(config, args.recipe, args)
             if args.launcher == "local":
                 local_gpus(config)
             run_dir, config = make_run_dir(config, args.name or config.name)
@@ -125,15 +127,17 @@ def warn_of_little_room(folder: Path) -> None:
         print(warning, file=sys.stderr)
 
 
-def _check_recipe(config: Config, recipe: Path, args: argparse.Namespace) -> None:
-    """Check the recipe before anything is started; print probable mistakes."""
+def _check_recipe(config: Config, recipe: Path, args: argparse.Namespace) -> Config:
+    """Check the recipe before anything is started; print probable mistakes. Return it with its number of steps."""
     _check_security(config, args.listen)
     check_models(config)
     check_context(config)
     check_sequence_parallel(config)
     adapter_plan(config)
-    for text in check_recipe(config, recipe, args.set).warnings:
+    found = check_recipe(config, recipe, args.set)
+    for text in found.warnings:
         print(f"Warning: {text}.", file=sys.stderr)
+    return found.config
 
 
 def _check_security(config: Config, listen: str) -> None:
@@ -367,7 +371,7 @@ def _resumed_config(run_dir: Path, args: argparse.Namespace) -> Config:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no config.toml); give one of runs/")
     config = configuration.fix_date(configuration.load(run_dir / CONFIG_FILE, args.set), run_dir)
-    if config.steps < (done := last_progress(run_dir).step):
+    if not config.data.passes and config.steps < (done := last_progress(run_dir).step):
         raise ConfigError(f"steps = {config.steps}: {run_dir} has done {done} steps; give --set steps={done} or more")
     return config
 

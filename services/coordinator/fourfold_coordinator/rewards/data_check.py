@@ -11,12 +11,14 @@ import numpy as np
 
 from fourfold import config as configuration
 from fourfold.config import Config
+from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer, chat_template
 from fourfold.plan.preflight import ExampleRow, Preflight
 
 from ..data.load_prompts import load_prompts
 from ..data.prompts import Prompt, PromptSet
+from ..rows.open_rows import open_rows
 from .scoring import check_scorers, scorer_names
 
 _EXAMPLES: Final = 4
@@ -28,6 +30,9 @@ def check_data(preflight: Preflight) -> None:
     Raises ConfigError: data, columns or holdout do not fit the recipe, or a row has no scorer.
     """
     config = preflight.config
+    if not config.needs_engines:
+        _check_rows(preflight)
+        return
     if not config.data.train and not config.data.held_out:
         return
     folder = model_folder.resolve(config.model.source)
@@ -51,6 +56,33 @@ def check_data(preflight: Preflight) -> None:
         name = f" {held_out.name}" if len(prompts.held_out) > 1 else ""
         preflight.note("held out", f"read{name}: {len(held_out.prompts):,} prompts in {groups:,} task groups.")
     preflight.warnings += _warnings(config, prompts)
+
+
+def _check_rows(preflight: Preflight) -> None:
+    """Encode the rows as the coordinator does, describe them, and set the steps of the passes over them."""
+    config = configuration.fix_date(preflight.config, None)
+    folder = model_folder.resolve(config.model.source)
+    rows = open_rows(config, Tokenizer.load(folder, date=config.data.date))
+    for store in rows.stores:
+        meta = store.meta
+        dropped = "; ".join(f"{count:,} {reason}" for reason, count in meta.dropped.items())
+        preflight.note(
+            "data",
+            f"{meta.source}: {meta.rows:,} rows of the form {meta.form}, {meta.samples:,} samples with {meta.tokens:,} "
+            f"tokens, {meta.loss_tokens / meta.tokens:.0%} of them in the loss; dropped: {dropped or 'none'}.",
+        )
+        if meta.doubled_begins:
+            preflight.warnings.append(
+                f"{meta.source}: {meta.doubled_begins:,} samples began with two begin tokens, one of which was "
+                f"removed; the chat template writes one that the tokenizer adds, too"
+            )
+        if meta.longest_unit > config.batch.tokens_per_micro_batch:
+            raise ConfigError(
+                f"{meta.source}: a row has {meta.longest_unit:,} tokens, more than batch.tokens_per_micro_batch = "
+                f"{config.batch.tokens_per_micro_batch:,}; raise it"
+            )
+    if rows.steps is not None:
+        preflight.config = preflight.config.model_copy(update={"steps": rows.steps})
 
 
 def _examples(config: Config, train: Sequence[Prompt]) -> list[ExampleRow]:

@@ -73,7 +73,7 @@ class RowSource:
         Raises:
             ConfigError: there are fewer units than a step has, a store has no unit, or a mixture is to have passes.
         """
-        self._stores, self._rows_per_step, self.position = tuple(stores), rows_per_step, position
+        self.stores, self._rows_per_step, self.position = tuple(stores), rows_per_step, position
         self._firsts = np.cumsum([0, *map(len, stores)], dtype=np.int64)
         self._units = np.arange(self._firsts[-1], dtype=np.int64) if units is None else units
         count = len(self._units)
@@ -138,7 +138,7 @@ class RowSource:
     def _samples_at(self, position: int, step: int) -> list[Sample]:
         unit = int(self._units[self._order.at(position)])
         number = int(np.searchsorted(self._firsts, unit, side="right")) - 1
-        store, group_id = self._stores[number], f"s{step:07d}-{position}"
+        store, group_id = self.stores[number], f"s{step:07d}-{position}"
         default = _DEFAULT_SCORE[READS[store.meta.form]]
         return [
             to_sample(store.sample(i), sample_id=f"{group_id}-{side}", group_id=group_id, default_score=default)

@@ -534,6 +534,11 @@ class Ledger:
         """Return the position of the first prompt that was never drawn."""
         return int(self._db.execute("SELECT COALESCE(MAX(position) + 1, 0) FROM samples").fetchone()[0])
 
+    def rows_taken(self) -> int:
+        """Return the position of the first row of data that no step has trained on."""
+        query = "SELECT data_position FROM steps ORDER BY step DESC LIMIT 1"
+        return int((self._db.execute(query).fetchone() or (0,))[0])
+
     def open_positions(self) -> list[int]:
         """Return the positions whose prompts were drawn and must be drawn again, in order; reads the whole table."""
         query = f"""

@@ -27,6 +27,7 @@ Each trajectory of the steps done is a line of samples.jsonl:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections import Counter
@@ -155,6 +156,7 @@ class StepBatch:
     """The groups of one step, and what happened since the batch before it; times are those of `time.monotonic`."""
 
     groups: list[SampleGroup] = field(default_factory=list)
+    rows: tuple[Sample, ...] = ()  # of data, in place of groups; the ledger knows their position, not each of them
     filtered: list[SampleGroup] = field(default_factory=list)  # scored, and not kept by dynamic sampling
     lost: list[Trajectory] = field(default_factory=list)  # sampled, of groups that were given up or are too old
     dropped: Counter[str] = field(default_factory=Counter)  # samples by reason
@@ -169,12 +171,12 @@ class StepBatch:
     done: float = 0.0
 
     def sample_ids(self) -> list[str]:
-        """Return the ids of the samples to train on, in the order of `experiences`, each once."""
+        """Return the ids of the samples of groups, in the order of `experiences`, each once."""
         return [sample.sample_id for group in self.groups for sample in group.samples]
 
     def experiences(self) -> Iterator[Sample]:
         """Yield the segments for the trainer, in a fixed order. Its client encodes one while it sends others."""
-        return (segment for group in self.groups for segment in group.segments)
+        return itertools.chain(self.rows, (segment for group in self.groups for segment in group.segments))
 
     def trajectories(self) -> list[Trajectory]:
         """Return all trajectories that were sampled, dropped ones included."""

@@ -50,10 +50,9 @@ class RunContext:
 
         With `evaluate`, leave out those that only training needs.
         """
-        counts: dict[int, int] = {
-            Role.ROLE_TRAINER: 1,
-            Role.ROLE_ROLLOUT: self.config.rollout_replicas,
-        }
+        counts: dict[int, int] = {Role.ROLE_TRAINER: 1}
+        if self.config.needs_engines:
+            counts[Role.ROLE_ROLLOUT] = self.config.rollout_replicas
         if self.config.needs_scorer:
             counts[Role.ROLE_REWARD] = sum(len(t.target) or max(t.replicas, 1) for t in self.config.reward)
         if self.config.agents.source != "none":

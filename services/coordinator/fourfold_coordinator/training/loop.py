@@ -1,9 +1,9 @@
 """Runs the training loop: the schedule of a run, from its first step to its report.
 
-    start ---> produce groups  ----------------------------------+--> finish
+    start ---> produce samples ----------------------------------+--> finish
       ^   |      admit -> generate -> score -> filter -> READY    |
       |   +--> step, step, step ... ------------------------------+
-      |          take      B groups, in order of admission (`producer.py`)
+      |          take      B groups, in order of admission (`producer.py`), or B rows of data (`row_feed.py`)
       |          train     one TrainStep call; a repeat of the call trains nothing twice
       |          publish   send the new weights to every engine
       |          evaluate  every k steps, on the held-out prompts
@@ -34,7 +34,6 @@ from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from ..launch.run_names import CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, STEP_FOLDER
 from ..reporting import report
-from ..reporting.batch_metrics import compute_batch_metrics
 from ..routing.replica import Replica, ReplicaKey
 from ..routing.trainer_session import TrainerRestarted
 from ..state.sample_traces import step_attributes
@@ -43,8 +42,7 @@ from ..weights.update_result import WeightUpdateResult
 from .context import RunContext
 from .evaluation.queue import EvaluationQueue
 from .lag_control import LagController
-from .ports import PolicyEvaluator, RecipeFile, RecipeLog
-from .producer import GroupProducer
+from .ports import PolicyEvaluator, RecipeFile, RecipeLog, StepSource
 from .recovery import TRAINER_KEY, append_samples, restore, take_over
 from .step_report import StepRecord, StepReporter
 
@@ -56,12 +54,19 @@ T = TypeVar("T")
 class TrainingLoop:
     """Trains one run from start to end, over restarts of its trainer."""
 
-    def __init__(self, context: RunContext, recipe: RecipeFile, history: RecipeLog, evaluator: PolicyEvaluator) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        source: StepSource,
+        recipe: RecipeFile,
+        history: RecipeLog,
+        evaluator: PolicyEvaluator,
+    ) -> None:
         self.context, self.config = context, context.config
         self.recipe, self.history = recipe, history
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
-        self.producer, self.evaluator = GroupProducer(context), evaluator
+        self.source, self.evaluator = source, evaluator
         self.reporter = StepReporter(context)
         self.evaluations = EvaluationQueue(self.evaluate_beside, context, self.reporter)
         self.lag = LagController(context.config.asynchrony)
@@ -79,7 +84,7 @@ class TrainingLoop:
             while True:
                 try:
                     await self.start(reason)
-                    await self.session.run_all([self.producer.run(), self.run_steps(), self.evaluations.run()])
+                    await self.session.run_all([self.source.run(), self.run_steps(), self.evaluations.run()])
                     await self.finish()
                     return
                 except TrainerRestarted as error:
@@ -120,7 +125,7 @@ class TrainingLoop:
         self.context.tasks.begin()
         await self.broker.resync(self.session.policy_version, step=self.step)
         self.lag.replay(self.ledger.steps())
-        await self.producer.resume(
+        await self.source.resume(
             position, version=self.broker.version, rule=self.config.asynchrony, lag_limit=self.lag.limit
         )
         self.board.mark_started()
@@ -174,7 +179,7 @@ class TrainingLoop:
         if await self.recipe.update():
             record.lag_change = "; ".join(filter(None, (record.lag_change, self._follow_recipe())))
             await self.history.record(self.config)
-        self.producer.mark_trained(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
+        self.source.mark_trained(self.broker.version, self.config.asynchrony, lag_limit=self.lag.limit)
         self.board.set_step(step=step, policy_version=self.broker.version)
         await self._evaluate_if_due(record)
         await self.reporter.diagnose(record)
@@ -222,10 +227,10 @@ class TrainingLoop:
     # -- take, train, publish -------------------------------------------------------------------------------------
 
     async def take(self, step: int) -> StepBatch:
-        """Return the groups of one step: generated, scored, filtered, with reference log-probabilities."""
+        """Return the samples of one step: generated, scored, filtered, with reference log-probabilities; or of data."""
         self.board.set_phase(run_pb.RUN_PHASE_GENERATING)
-        batch = await self.producer.take(step)
-        if step == 1:
+        batch = await self.source.take(step)
+        if step == 1 and batch.groups:
             await self.disk.write(self.ledger.put, {report.FIRST_STEP: report.first_step_facts(batch.groups)})
         return batch
 
@@ -235,7 +240,8 @@ class TrainingLoop:
         When the response is lost, the same step is sent again with the same bytes.
         """
         self.board.set_phase(run_pb.RUN_PHASE_TRAINING)
-        await self.disk.write(self.ledger.lease, step, batch.sample_ids())
+        if batch.groups:
+            await self.disk.write(self.ledger.lease, step, batch.sample_ids())
         sent = asyncio.Event()
         summary = asyncio.ensure_future(self._summarize(step, batch, sent))
         try:
@@ -251,7 +257,7 @@ class TrainingLoop:
             step,
             policy_version=response.policy_version,
             skipped_reason=response.skipped_reason,
-            data_position=self.producer.data_position,
+            data_position=self.source.data_position,
         )
         self.context.router.traces.trained(batch.sample_ids(), response)
         return response, batch_metrics
@@ -272,8 +278,9 @@ class TrainingLoop:
         await sent.wait()  # encoding the batch for the trainer needs the GIL, so start after its last byte is sent
         # Written before the ledger's acknowledge, because the next coordinator may take over a trained step. A recovery
         # removes the lines of an untrained step.
-        await self.disk.write_in_thread(append_samples, self.context, step, batch.trajectories())
-        return await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
+        if batch.groups:
+            await self.disk.write_in_thread(append_samples, self.context, step, batch.trajectories())
+        return await asyncio.to_thread(self.source.metrics, batch, policy_version=self.broker.version)
 
     async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:
         """Send the new weights to every engine.
@@ -289,13 +296,13 @@ class TrainingLoop:
             trained.policy_version,
             step=trained.step,
             # Admit the next groups when the engines can sample them, before the last probe is compared.
-            on_sampling=lambda: self.producer.mark_trained(trained.policy_version, rule, lag_limit=limit),
+            on_sampling=lambda: self.source.mark_trained(trained.policy_version, rule, lag_limit=limit),
         )
 
     def _pause_mode(self) -> PauseMode:
         """Return the treatment of running samples; an update does not wait for samples above a lowered lag limit."""
         mode = self.config.pause_mode
-        return "keep" if mode == "wait" and self.config.weights.pause == "auto" and self.producer.running else mode
+        return "keep" if mode == "wait" and self.config.weights.pause == "auto" and self.source.running else mode
 
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 
@@ -346,7 +353,7 @@ class TrainingLoop:
         await self.disk.write(
             self.ledger.commit_checkpoint,
             step=step,
-            data_position=self.producer.data_position,
+            data_position=self.source.data_position,
             policy_version=self.session.policy_version,
         )
         await self.context.experiences.release(step)

@@ -8,11 +8,12 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from fourfold.config.reward import RewardConfig
-from fourfold.config.schema import Config, PauseMode
+from fourfold.config.schema import AsynchronyConfig, Config, PauseMode
 
 from ..routing.replica import ReplicaKey, RetryBudget
 from ..state.eval_results import Evaluation
-from ..state.samples import SampleGroup, Trajectory
+from ..state.run_position import RunPosition
+from ..state.samples import SampleGroup, StepBatch, Trajectory
 from ..weights.update_result import WeightUpdateResult
 
 
@@ -52,6 +53,39 @@ class PolicyEvaluator(Protocol):
         not be compared with that of other steps. `on_progress` is called with the answers that are done, and with the
         number of all.
         """
+
+
+class StepSource(Protocol):
+    """Gives the training loop the samples of each step: of engines (`producer.py`), or of data (`row_feed.py`)."""
+
+    @property
+    def data_position(self) -> int:
+        """Position of the prompt or the row that is drawn next."""
+
+    @property
+    def running(self) -> bool:
+        """Whether samples are in generation or scoring."""
+
+    async def run(self) -> None:
+        """Make samples in advance, beside `take`, until the last batch is taken."""
+
+    async def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
+        """Continue at a position of the run; for the other arguments see `mark_trained`."""
+
+    async def take(self, step: int) -> StepBatch:
+        """Wait for the batch of a step, and take it; raise WrongState if there is nothing to train on."""
+
+    def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
+        """Note that the batch that was taken last is trained, and that engines sample `version`; wake `run`.
+
+        Args:
+            version: Policy version that new groups are sampled with.
+            rule: The table of the recipe; it may change during a run.
+            lag_limit: Largest lag that groups admitted from now on may reach, at most `rule.max_policy_lag`.
+        """
+
+    def metrics(self, batch: StepBatch, *, policy_version: int) -> dict[str, float]:
+        """Return the metrics of a batch that do not need the trainer. Takes milliseconds: call it in a thread."""
 
 
 class Scores(Protocol):

@@ -35,13 +35,14 @@ from fourfold.config.schema import AsynchronyConfig
 from fourfold.errors import WrongState
 
 from ..data.curriculum import Curriculum, ScoredAttempt
+from ..reporting.batch_metrics import compute_batch_metrics
 from ..routing.replica import GivenUp
 from ..state.ledger import FILTERED, STALE
+from ..state.run_position import RunPosition
 from ..state.samples import SAMPLES_FILE, SampleGroup, StepBatch
 from .context import RunContext
 from .groups import GroupDraft, GroupMaker
 from .queue_meter import QueueMeter
-from .recovery import RunPosition
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -114,15 +115,9 @@ class GroupProducer:
         return self._running > 0
 
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
-        """Note that the batch that was taken last is trained, and that engines sample `version`; wake `run`.
+        """See `StepSource`. The loop calls it when the engines sample, and again at the end of a step.
 
-        The loop calls it when the engines sample, and again at the end of a step: a skipped step has no such moment,
-        and the recipe and the limit may have changed.
-
-        Args:
-            version: Policy version that new groups are sampled with.
-            rule: The table of the recipe; it may change during a run.
-            lag_limit: Largest lag that groups admitted from now on may reach, at most `rule.max_policy_lag`.
+        A skipped step has no such moment, and the recipe and the limit may have changed.
         """
         self.rule, self.lag_limit = rule, lag_limit
         self._version, self._in_training = version, 0
@@ -177,6 +172,10 @@ class GroupProducer:
             found = ((t.sample.group_id, t.sample.score, t.dropped) for t in batch.trajectories())
             self._curriculum.add_step(ScoredAttempt(*attempt) for attempt in found)
         return batch
+
+    def metrics(self, batch: StepBatch, *, policy_version: int) -> dict[str, float]:
+        """Return the metrics of a batch that do not need the trainer."""
+        return compute_batch_metrics(batch, policy_version=policy_version)
 
     # -- admission --------------------------------------------------------------------------------------------------
 

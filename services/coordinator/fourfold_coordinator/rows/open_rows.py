@@ -1,0 +1,103 @@
+"""Opens the rows of a recipe: recognises their form, makes the missing token stores, and orders their samples."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Final
+
+from fourfold.config.schema import Config
+from fourfold.config.sources import DataSourceConfig
+from fourfold.errors import ConfigError
+from fourfold.model import folder as model_folder
+from fourfold.model.conversation import EncodingRule
+from fourfold.model.tokenizer import Tokenizer, chat_template
+from fourfold.paths import expand_home
+
+from ..data.sources import describe, read_rows
+from .encode import EncodingSettings
+from .forms import RECOGNISED_ROWS, recognise
+from .normal import Form, RowFields, default_loss_on
+from .row_source import RowSource
+from .store import TokenStore, check_dropped, prepare_store
+
+_SPLIT_PRESET: Final = "pretrain"
+
+
+def open_rows(config: Config, tokenizer: Tokenizer) -> RowSource:
+    """Return the rows of a recipe at position 0. Encodes what no run has encoded before: call it in a thread.
+
+    Raises:
+        ConfigError: the data cannot be read, has no form that the loss reads, or too many of its rows are unusable.
+    """
+    data = config.data
+    stores = [open_store_of(config, source, tokenizer) for source in data.train]
+    weights = [source.weight for source in data.train if source.weight is not None]
+    return RowSource(
+        stores,
+        rows_per_step=config.batch.rows_per_step,
+        seed=config.seed,
+        weights=weights,
+        shuffled=data.order == "shuffled",
+        passes=data.passes or None,
+    )
+
+
+def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer) -> TokenStore:
+    """Return the tokens of one source, as `open_rows`."""
+    data, fields = config.data, _fields(config, source)
+    form = Form(data.form) if data.form != "auto" else _recognise(source, fields)
+    rule = EncodingRule(
+        loss_on=data.loss_on or default_loss_on(form),
+        turns=data.turns,
+        end=data.end,
+        trust_special_tokens=data.trust_special_tokens,
+    )
+    settings = EncodingSettings(
+        form=form,
+        fields=fields,
+        rule=rule,
+        max_tokens=config.model.max_context_tokens,
+        too_long=data.too_long or ("split" if config.algorithm.preset == _SPLIT_PRESET else "drop"),
+        bad_rows=data.bad_rows,
+    )
+    store = prepare_store(source, settings, tokenizer, cache_folder(config), keys=_keys(config))
+    check_dropped(store.meta, data.max_dropped)
+    return store
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the folder of the token stores."""
+    if config.data.cache:
+        return expand_home(config.data.cache, f"data.cache = {config.data.cache!r}")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourfold" / "tokens"
+
+
+def _recognise(source: DataSourceConfig, fields: RowFields) -> Form:
+    rows = list(itertools.islice(read_rows(source), RECOGNISED_ROWS))
+    if not rows:
+        raise ConfigError(f"{describe(source)}: it has no row; give more data")
+    try:
+        return recognise(rows, fields, "answers")
+    except ConfigError as error:
+        raise ConfigError(f"{describe(source)}: {error.message}") from None
+
+
+def _fields(config: Config, source: DataSourceConfig) -> RowFields:
+    data = config.data
+    return RowFields(
+        prompt_field=source.prompt_field or data.prompt_field,
+        answer_field=source.answer_field or data.answer_field,
+        messages_field=data.messages_field,
+        tools_field=data.tools_field,
+        weight_field=data.weight_field,
+        chat=data.chat,
+        system_prompt=data.system_prompt,
+    )
+
+
+def _keys(config: Config) -> dict[str, str]:
+    """Return what else decides a token: the date, if the chat template writes it."""
+    template = chat_template(model_folder.resolve(config.model.source)) or ""
+    return {"date": config.data.date} if "strftime_now" in template else {}

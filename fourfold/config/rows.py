@@ -109,19 +109,12 @@ def check_rows(config: Config) -> None:
             f"{rows}: algorithm.advantage.kind = `{algorithm.advantage.kind}` needs samples of the policy, and a row "
             f'has a weight; set kind = "constant"'
         )
-    for prefix, table, unread in (
-        ("", config, _UNREAD_TABLES),
-        ("algorithm.", algorithm, _UNREAD_OF_ALGORITHM),
-        ("data.", config.data, _UNREAD_OF_DATA),
-    ):
-        fields = type(table).model_fields
-        for key, reason in unread.items():
-            value, default = getattr(table, key), fields[key].get_default()
-            if value != default:
-                raise ValueError(
-                    f"`{prefix}{key}{_changed_key(value, default)}` has no effect in a run of rows "
-                    f"(batch.rows_per_step): {reason}; remove it"
-                )
+    _check_unread(config)
+    _check_step(config)
+
+
+def _check_step(config: Config) -> None:
+    rows = f"batch.rows_per_step = {config.batch.rows_per_step}"
     if config.placement.colocated:
         raise ValueError(
             f"placement.colocated = true shares GPUs with engines, and with {rows} {_NO_ENGINE}; remove it"
@@ -133,7 +126,7 @@ def check_rows(config: Config) -> None:
         )
     if not config.steps and not config.data.passes:
         raise ValueError("`steps` and `data.passes` are missing or 0; set one of them")
-    if algorithm.aggregation == "constant-length":
+    if config.algorithm.aggregation == "constant-length":
         raise ValueError(
             f"algorithm.aggregation = `constant-length` divides by sampling.max_new_tokens, and with {rows} "
             f"{_NO_ENGINE}; use `token-mean`"
@@ -143,6 +136,23 @@ def check_rows(config: Config) -> None:
             f"data.passes = {config.data.passes:g}: sources with a weight are drawn at different rates, so that a pass "
             f"has no end; set steps, or remove the weights"
         )
+
+
+def _check_unread(config: Config) -> None:
+    """Refuse tables and keys that rows do not read."""
+    for prefix, table, unread in (
+        ("", config, _UNREAD_TABLES),
+        ("algorithm.", config.algorithm, _UNREAD_OF_ALGORITHM),
+        ("data.", config.data, _UNREAD_OF_DATA),
+    ):
+        fields = type(table).model_fields
+        for key, reason in unread.items():
+            value, default = getattr(table, key), fields[key].get_default()
+            if value != default:
+                raise ValueError(
+                    f"`{prefix}{key}{_changed_key(value, default)}` has no effect in a run of rows "
+                    f"(batch.rows_per_step): {reason}; remove it"
+                )
 
 
 def _changed_key(value: object, default: object) -> str:

@@ -273,10 +273,11 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     owner = f"group of {size} ranks" if size > 1 else "rank"
     each = f", {plan.samples_per_rank:,} per {owner}," if trainer.ranks > 1 else ""
     exception = " except the routers' loss" if trainer.router_aux_loss_coef else ""
+    samples = "rows" if config.batch.rows_per_step else "trajectories"
     passes = "pass" if plan.micro_batches_per_step == 1 else "passes"
     text = (
         f"{by_hand}{_count(trainer.ranks, 'rank')} on {device}{models}, ZeRO stage {trainer.zero_stage}. The "
-        f"{plan.samples_per_step:,} {'rows' if config.batch.rows_per_step else 'trajectories'}{each} are packed into micro-batches of at most {tokens:,} tokens: "
+        f"{plan.samples_per_step:,} {samples}{each} are packed into micro-batches of at most {tokens:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so at most {plan.micro_batches_per_step:,} {passes}. The "
         f"packing does not change the result{exception}."
     )

@@ -1,0 +1,181 @@
+"""Runs of rows: the real coordinator and loop against a toy trainer, without an engine or a reward service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.errors import ConfigError, WrongState
+from fourfold.plan.preflight import Preflight
+from fourfold.sample import Sample
+from fourfold_coordinator.launch.fleet import services_of
+from fourfold_coordinator.rewards.data_check import check_data
+from tests.fakes.stage import Stage, hang_in_step, successor, until
+from tests.fakes.toy import Member, make_config
+from tests.fakes.toy_trainer import FakeTrainer
+
+ROWS = 10
+
+
+def row_config(root: Path, *, steps: int = 6, **data: Any) -> Config:
+    """Return a recipe of two passes over ten rows, four of them in a step: 4, 4, 2, 4, 4 and 2."""
+    tables = make_config(root).model_dump(include={"name", "seed", "model", "checkpoint", "retry"})
+    path = root / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"{n} * {n} =", "completion": f" {n * n}"}) for n in range(ROWS)]
+    path.write_text("\n".join(lines))
+    return Config.model_validate(
+        {
+            **tables,
+            "steps": steps,
+            "data": {"train": {"path": str(path)}, "passes": 2.0, "chat": False, "cache": str(root / "tokens"), **data},
+            "batch": {"rows_per_step": 4, "tokens_per_micro_batch": 256},
+            "algorithm": {"preset": "sft"},
+        }
+    )
+
+
+class RowStage(Stage):
+    """A run of rows: its only service is the trainer."""
+
+    def __init__(self, root: Path, **changes: Any) -> None:
+        super().__init__(root)
+        self.config = row_config(root, **changes)
+        (self.folder / "config.toml").write_text(configuration.dump(self.config))
+        self.rollouts = []
+        self.batches: dict[int, list[Sample]] = {}  # what the trainer was sent, by step
+        self.use(FakeTrainer("trainer-0", self.config))
+
+    def use(self, trainer: FakeTrainer) -> None:
+        """Let this trainer take the steps."""
+        self.trainer = trainer
+        trainer.on_batch = lambda samples: self.batches.update({trainer.step + 1: list(samples)})
+
+    @property
+    def members(self) -> list[Member]:
+        return [self.trainer]
+
+
+@pytest.fixture
+def make_rows(tmp_path: Path, make_stage: Callable[..., Stage]) -> Callable[..., RowStage]:
+    """Return a function that makes stages; they are ended by `close`."""
+    count = iter(range(100))
+
+    def make(**changes: Any) -> RowStage:
+        root = tmp_path / f"rows{next(count)}"
+        root.mkdir()
+        return RowStage(root, **changes)
+
+    return make
+
+
+def tokens(batches: dict[int, list[Sample]]) -> list[list[bytes]]:
+    return [[sample.token_ids.tobytes() for sample in batches[step]] for step in sorted(batches)]
+
+
+async def undisturbed(make: Callable[..., RowStage]) -> list[list[bytes]]:
+    stage = make()
+    await stage.start()
+    assert await stage.finish() == 0
+    await stage.close()
+    return tokens(stage.batches)
+
+
+async def test_each_row_is_trained_once_per_pass(make_rows: Callable[..., RowStage]) -> None:
+    stage = make_rows()
+    await stage.start()
+    assert await stage.finish() == 0
+    batches = tokens(stage.batches)
+    assert list(map(len, batches)) == [4, 4, 2, 4, 4, 2]
+    for part in (batches[:3], batches[3:]):
+        assert set(Counter(row for batch in part for row in batch).values()) == {1}
+    assert all(not len(s.behavior_logprobs) and s.version_spans == () and s.score == 1 for s in stage.batches[1])
+    report, rows = stage.report(), stage.lines("metrics.jsonl")
+    assert (report["steps"], report["model"], report["eval_after"]) == (6, "/somewhere/model", None)
+    assert [row["data/pass"] for row in rows] == [0.4, 0.8, 1.0, 1.4, 1.8, 2.0]
+    assert all(0 < row["data/loss_tokens"] < row["data/tokens"] for row in rows)
+    assert not (stage.folder / "samples.jsonl").exists(), "rows are in the data, and are not written again"
+    ledger = stage.ledger()
+    assert [row.data_position for row in ledger.steps()] == [4, 8, 10, 14, 18, 20] and not ledger.counts()
+    ledger.close()
+    await stage.close()
+
+
+async def test_a_step_that_was_trained_before_the_coordinator_died_is_not_trained_again(
+    make_rows: Callable[..., RowStage],
+) -> None:
+    wanted, stage = await undisturbed(make_rows), make_rows()
+    answered = asyncio.Event()
+
+    async def die(step: int) -> None:
+        if step == 4 and not answered.is_set():
+            answered.set()
+            stage.trainer.lost_answers = 1  # the step is trained, and no coordinator gets to know
+
+    stage.trainer.on_train = die
+    await stage.start()
+    await until(lambda: 4 in stage.trainer.batches)
+    await stage.kill()
+    await stage.start()
+    assert await stage.finish() == 0
+    assert tokens(stage.batches) == wanted and stage.trainer.loaded == []
+    await stage.close()
+
+
+async def test_a_killed_run_goes_on_with_the_rows_after_its_checkpoint(make_rows: Callable[..., RowStage]) -> None:
+    wanted, stage = await undisturbed(make_rows), make_rows()
+    hangs = hang_in_step(stage, 4)
+    await stage.start()
+    await hangs.wait()
+    await stage.kill()
+    await stage.trainer.kill()
+    stage.use(successor(stage.trainer))
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.trainer.loaded == [2] and tokens(stage.batches) == wanted
+    await stage.close()
+
+
+async def test_a_run_does_not_go_on_with_other_rows(make_rows: Callable[..., RowStage]) -> None:
+    stage = make_rows()
+    hangs = hang_in_step(stage, 2)
+    await stage.start()
+    await hangs.wait()
+    await stage.kill()
+    path = Path(stage.config.data.train[0].path)
+    path.write_text(path.read_text().replace(" 81", " 82"))
+    with pytest.raises(ConfigError, match="the data differs from the data that the run began with"):
+        await stage.start()
+        await stage.finish()
+    await stage.close()
+
+
+async def test_steps_beyond_the_passes_end_the_run(make_rows: Callable[..., RowStage]) -> None:
+    stage = make_rows(steps=7)
+    await stage.start()
+    with pytest.raises(WrongState, match="all passes over the rows are done after 6 steps; set steps = 6, or raise"):
+        await stage.finish()
+    await stage.close()
+
+
+def test_the_check_of_the_data_counts_the_steps_and_describes_the_rows(tmp_path: Path) -> None:
+    found = Preflight(row_config(tmp_path, steps=0))
+    check_data(found)
+    assert found.config.steps == 6
+    (note,) = found.notes["data"]
+    assert "10 rows of the form completion, 10 samples with" in note and "dropped: none" in note
+    with pytest.raises(ConfigError, match=r"were dropped as TOO_LONG.*At most 5% may be"):
+        check_data(Preflight(row_config(tmp_path, steps=0, system_prompt="x " * 100, chat=True)))
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_launcher_starts_the_trainer_alone(tmp_path: Path, manual: bool) -> None:
+    names: Sequence[str] = [service.name for service in services_of(row_config(tmp_path), manual=manual)]
+    assert names == ([] if manual else ["trainer-0"])

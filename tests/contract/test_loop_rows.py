@@ -76,6 +76,10 @@ def make_rows(tmp_path: Path, make_stage: Callable[..., Stage]) -> Callable[...,
     return make
 
 
+def change_row(path: Path) -> None:
+    path.write_text(path.read_text().replace(" 81", " 82"))
+
+
 def tokens(batches: dict[int, list[Sample]]) -> list[list[bytes]]:
     return [[sample.token_ids.tobytes() for sample in batches[step]] for step in sorted(batches)]
 
@@ -149,8 +153,7 @@ async def test_a_run_does_not_go_on_with_other_rows(make_rows: Callable[..., Row
     await stage.start()
     await hangs.wait()
     await stage.kill()
-    path = Path(stage.config.data.train[0].path)
-    path.write_text(path.read_text().replace(" 81", " 82"))
+    change_row(Path(stage.config.data.train[0].path))
     with pytest.raises(ConfigError, match="the data differs from the data that the run began with"):
         await stage.start()
         await stage.finish()

@@ -71,6 +71,11 @@ def test_a_run_of_rows_needs_no_engine_and_no_scorer(tmp_path: Path, preset: str
         ("batch.epochs_per_step=2", "batch.epochs_per_step = 2 trains on the rows of a step several times"),
         ("batch.rows_per_step=0", "`prompts_per_step` is missing or 0"),
         ("trainer.ranks=16", "batch.rows_per_step = 8 cannot feed 16 trainer ranks in 1 mini-batches; raise it to at"),
+        (
+            "algorithm.aggregation=constant-length",
+            "algorithm.aggregation = `constant-length` divides by sampling.max_new",
+        ),
+        ("placement.colocated=true", "placement.colocated = true shares GPUs with engines"),
         ("data.passes=0", "`steps` and `data.passes` are missing or 0; set one of them"),
         ("data.train.weight=1.0", "data.passes = 2: sources with a weight are drawn at different rates"),
         ("data.form=pairs", "data.form = 'pairs': input should be 'auto'"),

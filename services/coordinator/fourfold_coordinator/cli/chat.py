@@ -134,7 +134,7 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
     if args.temperature is None:
         args.temperature = config.sampling.temperature
     if args.max_tokens is None:
-        args.max_tokens = config.sampling.max_new_tokens
+        args.max_tokens = config.sampling.max_new_tokens or _MAX_TOKENS  # a run of rows has none
     return str(model)
 
 

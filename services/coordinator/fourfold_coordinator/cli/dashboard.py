@@ -356,6 +356,8 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: 
     rows = []
     for label, metric, form in (
         ("reward", metrics.REWARD_MEAN, "{:.2f}"),
+        ("loss", metrics.NLL, "{:.4f}"),
+        ("pass", metrics.DATA_PASS, "{:.2f}"),
         ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
         ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),
         (

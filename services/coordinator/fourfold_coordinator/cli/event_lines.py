@@ -210,6 +210,8 @@ def step_line(record: pb.StepRecord, status: pb.RunStatus) -> str:
     last, words = record.metrics, [f"step {record.step}/{status.step_count}"]
     for metric, form in (
         (metrics.REWARD_MEAN, "reward {:.2f}"),
+        (metrics.NLL, "loss {:.4f}"),
+        (metrics.DATA_PASS, "pass {:.2f}"),
         (metrics.USEFUL_GROUPS, "useful groups {:.0%}"),
         (metrics.MISMATCH_MEAN, "logprob mismatch {:.4f}"),
         (metrics.MFU, "MFU {:.0%}"),

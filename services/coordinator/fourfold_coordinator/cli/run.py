@@ -93,6 +93,7 @@ def main(args: argparse.Namespace) -> int:
                 config = _check_recipe(config, run_dir / CONFIG_FILE, args)
                 if config.data.passes:  # services and config.toml get the number of steps, too
                     args.set = [*args.set, f"steps={config.steps}"]
+                    _check_done(config, run_dir)
             else:
                 _check_security(config, args.listen)
                 check_sequence_parallel(config)
@@ -371,9 +372,15 @@ def _resumed_config(run_dir: Path, args: argparse.Namespace) -> Config:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no config.toml); give one of runs/")
     config = configuration.fix_date(configuration.load(run_dir / CONFIG_FILE, args.set), run_dir)
-    if not config.data.passes and config.steps < (done := last_progress(run_dir).step):
-        raise ConfigError(f"steps = {config.steps}: {run_dir} has done {done} steps; give --set steps={done} or more")
+    _check_done(config, run_dir)
     return config
+
+
+def _check_done(config: Config, run_dir: Path) -> None:
+    if config.steps < (done := last_progress(run_dir).step):
+        key = f"data.passes = {config.data.passes:g} gives steps" if config.data.passes else "steps"
+        more = "raise data.passes" if config.data.passes else f"give --set steps={done} or more"
+        raise ConfigError(f"{key} = {config.steps}: {run_dir} has done {done} steps; {more}")
 
 
 def _print_report(run_dir: Path) -> int:

@@ -62,6 +62,7 @@ FIRST_STEP = "first_step"
 
 # Title and metric of each small panel. Panels without values are left out.
 _PANELS: Final = (
+    ("loss, nats per token", m.NLL),
     ("tokens of a completion", m.RESPONSE_LENGTH),
     ("KL to the reference, nats", m.REFERENCE_KL),
     ("|trainer - engine|, nats", m.MISMATCH_MEAN),

@@ -120,8 +120,8 @@ class IncomingBatch:
         if self._count > self._most:
             raise InvalidInput(
                 f"the batch has more than {self._most} samples; batch.prompts_per_step x batch.group_size of the "
-                f"trainer's recipe, times agents.max_segments with agents, allow no more: send fewer, or raise one "
-                f"of them"
+                f"trainer's recipe, times agents.max_segments with agents, or batch.rows_per_step, allow no more: send "
+                f"fewer, or raise one of them"
             )
         size = 0
         for message in request.experiences:

@@ -32,9 +32,10 @@ def needs_old_logprobs(config: Config) -> bool:
 
     A step with one update needs no such pass: the policy has not changed yet, so the log-probabilities of the update's
     own pass are the old ones. But a KL term in the reward, an adaptive KL coefficient, or an estimator that compares
-    tokens needs them before the update.
+    tokens needs them before the update. Rows have no engine to compare with, so only their loss may read old ones.
     """
-    return config.batch.updates_per_step > 1 or _for_advantages(config)
+    read = config.needs_engines or config.algorithm.loss.compares_with_old
+    return (read and config.batch.updates_per_step > 1) or _for_advantages(config)
 
 
 def _for_advantages(config: Config) -> bool:

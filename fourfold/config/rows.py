@@ -54,8 +54,6 @@ _UNREAD_OF_DATA: Final = {
     "scorers_field": "no answer is scored",
     "answer_from_messages": "the answer of a row is trained on",
     "max_prompt_tokens": "model.max_context_tokens limits a row and data.too_long says what becomes of longer ones",
-    "holdout": "the loss on held-out rows is not measured yet",
-    "eval": "the loss on held-out rows is not measured yet",
 }
 
 
@@ -111,6 +109,18 @@ def check_rows(config: Config) -> None:
         )
     _check_unread(config)
     _check_step(config)
+    if (holdout := config.data.holdout) is not None and (holdout.field or holdout.unordered_numbers):
+        raise ValueError(
+            f"data.holdout.field = `{holdout.field}` and unordered_numbers read metadata, which rows have not; set "
+            f'field = "" and remove unordered_numbers: rows with the same prompt form a group'
+        )
+    for source in config.data.eval:
+        given = (source.samples_per_prompt, source.temperature, source.max_new_tokens)
+        if any(value is not None for value in given):
+            raise ValueError(
+                f"data.eval {source.title}: samples_per_prompt, temperature and max_new_tokens are for answers of "
+                f"engines, and in a run of rows {_NO_ENGINE}; remove them"
+            )
 
 
 def _check_step(config: Config) -> None:

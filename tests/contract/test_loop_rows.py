@@ -112,6 +112,20 @@ async def test_each_row_is_trained_once_per_pass(make_rows: Callable[..., RowSta
     await stage.close()
 
 
+async def test_the_score_of_held_out_rows_is_their_loss(make_rows: Callable[..., RowStage]) -> None:
+    stage = make_rows(steps=2, passes=0.0, holdout={"field": "", "groups": 3})
+    await stage.start()
+    assert await stage.finish() == 0
+    evals, report = stage.report()["evals"], stage.report()
+    assert [(row["step"], row["n"]) for row in evals] == [(0, 3), (2, 3)]
+    # The toy's log-probabilities grow with the magnitude of its weight.
+    assert report["eval_after"]["score"] < report["eval_before"]["score"] < 0
+    assert report["eval_before"]["half_width"] > 0 and [s["name"] for s in report["eval_after"]["sets"]] == ["holdout"]
+    trained = {row for batch in tokens(stage.batches) for row in batch}
+    assert len(trained) == 7 and stage.trainer.scores[2] == report["eval_after"]["score"]
+    await stage.close()
+
+
 async def test_a_step_that_was_trained_before_the_coordinator_died_is_not_trained_again(
     make_rows: Callable[..., RowStage],
 ) -> None:

@@ -73,8 +73,7 @@ from .routing.registry import Member, MemberChange, Registry
 from .routing.rendezvous import RendezvousServicer
 from .routing.router import MemberState, Router, rest_after
 from .routing.trainer_session import TrainerSession
-from .rows.open_rows import open_rows
-from .rows.row_source import RowSource
+from .rows.open_rows import OpenRows, open_rows
 from .sinks.sink import check_sinks
 from .sinks.supervisor import SinkProcesses
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
@@ -91,10 +90,11 @@ from .tasks.servicer import ExperienceServicer, TaskSource
 from .tasks.task_queue import TaskQueue
 from .training.context import RunContext
 from .training.evaluation.evaluator import Evaluator
+from .training.evaluation.row_evaluator import RowEvaluator
 from .training.evaluation.standalone import StandaloneEvaluation
 from .training.live_recipe import LiveRecipe
 from .training.loop import TrainingLoop
-from .training.ports import StepSource, WeightPublisher
+from .training.ports import WeightPublisher
 from .training.producer import GroupProducer
 from .training.row_feed import RowFeed
 from .training.service_calls import ServiceCalls
@@ -328,29 +328,19 @@ class Coordinator:
         try:
             config_file = self._folder / CONFIG_FILE
             history = RecipeHistory(ledger, self._disk, config_file, self._recipe, self._assignments)
-            source: StepSource | None = None
-            if not self._config.needs_engines:
-                source = RowFeed(await self._open_rows(ledger, history))
+            rows = None if self._config.needs_engines else await self._open_rows(ledger, history)
             context = await self._assemble(ledger, experiences, totals, history)
-            evaluator = Evaluator(
-                self._config,
-                context.prompts.held_out,
-                service_calls=context.service_calls,
-                tasks=self._tasks,
-                run_all=context.session.run_all,
-            )
             gc.collect()
             gc.freeze()  # exclude modules and prompts, which live as long as the process
             gc.set_threshold(*_GC_THRESHOLDS)
             if self._evaluate:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
-                work = StandaloneEvaluation(context, evaluator, self._tokenizer).run()
+                work = StandaloneEvaluation(context, self._evaluator(context), self._tokenizer).run()
             else:
                 if isinstance(context.broker, WeightBroker):
                     background.append(asyncio.create_task(context.broker.run()))
                 recipe = LiveRecipe(self._recipe, self._config, history.assignments)
-                source = source or GroupProducer(context)
-                work = TrainingLoop(context, source, recipe, history, evaluator).run()
+                work = self._training_loop(context, recipe, history, rows).run()
             await first_of(work, background)
             await sinks.finish()
         finally:
@@ -358,6 +348,25 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             experiences.close()
+
+    def _training_loop(
+        self, context: RunContext, recipe: LiveRecipe, history: RecipeHistory, rows: OpenRows | None
+    ) -> TrainingLoop:
+        """Return the loop, which takes its samples from engines or, with `rows`, from the data."""
+        if rows is None:
+            return TrainingLoop(context, GroupProducer(context), recipe, history, self._evaluator(context))
+        timeout = self._config.trainer.step_timeout_seconds
+        evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout)
+        return TrainingLoop(context, RowFeed(rows.train), recipe, history, evaluator)
+
+    def _evaluator(self, context: RunContext) -> Evaluator:
+        return Evaluator(
+            self._config,
+            context.prompts.held_out,
+            service_calls=context.service_calls,
+            tasks=self._tasks,
+            run_all=context.session.run_all,
+        )
 
     async def _restore_scorers(self, ledger: Ledger) -> None:
         """Continue with the scorers of an earlier coordinator process, or with those of the recipe."""
@@ -437,7 +446,7 @@ class Coordinator:
             status=self._weight_status,
         )
 
-    async def _open_rows(self, ledger: Ledger, history: RecipeHistory) -> RowSource:
+    async def _open_rows(self, ledger: Ledger, history: RecipeHistory) -> OpenRows:
         """Open the rows to train on; raise ConfigError when they cannot be used, or the run began with others."""
         rows = await asyncio.to_thread(open_rows, self._config, self._tokenizer)
         digest, changes = await asyncio.to_thread(rows.digest), history.changes(self._config)

@@ -63,7 +63,7 @@ def _check_rows(preflight: Preflight) -> None:
     config = configuration.fix_date(preflight.config, None)
     folder = model_folder.resolve(config.model.source)
     rows = open_rows(config, Tokenizer.load(folder, date=config.data.date))
-    for store in rows.stores:
+    for store in rows.train.stores:
         meta = store.meta
         dropped = "; ".join(f"{count:,} {reason}" for reason, count in meta.dropped.items())
         preflight.note(
@@ -81,8 +81,10 @@ def _check_rows(preflight: Preflight) -> None:
                 f"{meta.source}: a row has {meta.longest_unit:,} tokens, more than batch.tokens_per_micro_batch = "
                 f"{config.batch.tokens_per_micro_batch:,}; raise it"
             )
-    if rows.steps is not None:
-        preflight.config = preflight.config.model_copy(update={"steps": rows.steps})
+    for held_out in rows.held_out:
+        preflight.note("held out", f"read {held_out.name}: {len(held_out.units):,} rows.")
+    if rows.train.steps is not None:
+        preflight.config = preflight.config.model_copy(update={"steps": rows.train.steps})
 
 
 def _examples(config: Config, train: Sequence[Prompt]) -> list[ExampleRow]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from fourfold.config.schema import Config
 from fourfold.config.sources import DataSourceConfig
@@ -18,15 +21,28 @@ from fourfold.paths import expand_home
 from ..data.sources import describe, read_rows
 from .encode import EncodingSettings
 from .forms import RECOGNISED_ROWS, recognise
+from .held_out import HeldOutRows, check_overlap
 from .normal import Form, RowFields, default_loss_on
-from .row_source import RowSource
+from .row_source import RowSource, split_held_out
 from .store import TokenStore, check_dropped, prepare_store
 
 _SPLIT_PRESET: Final = "pretrain"
 
 
-def open_rows(config: Config, tokenizer: Tokenizer) -> RowSource:
-    """Return the rows of a recipe at position 0. Encodes what no run has encoded before: call it in a thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRows:
+    """The rows of a recipe."""
+
+    train: RowSource
+    held_out: tuple[HeldOutRows, ...]
+
+    def digest(self) -> str:
+        """Return a SHA-256 (hex) of the rows to train on; a resumed run must have the same."""
+        return self.train.digest()
+
+
+def open_rows(config: Config, tokenizer: Tokenizer) -> OpenRows:
+    """Return the rows of a recipe, at position 0. Encodes what no run has encoded before: call it in a thread.
 
     Raises:
         ConfigError: the data cannot be read, has no form that the loss reads, or too many of its rows are unusable.
@@ -34,14 +50,26 @@ def open_rows(config: Config, tokenizer: Tokenizer) -> RowSource:
     data = config.data
     stores = [open_store_of(config, source, tokenizer) for source in data.train]
     weights = [source.weight for source in data.train if source.weight is not None]
-    return RowSource(
+    held_out, units = list[HeldOutRows](), None
+    if data.holdout is not None:
+        units, held = split_held_out(stores, data.holdout.groups, seed=config.seed)
+        held_out.append(HeldOutRows(name="holdout", stores=stores, units=held))
+    for source in data.eval:
+        store = open_store_of(config, source, tokenizer)
+        most = source.max_prompts if source.max_prompts is not None else config.evaluation.max_prompts
+        found = HeldOutRows(name=source.title, stores=[store], units=np.arange(min(len(store), most or len(store))))
+        check_overlap(found, stores, fails=data.eval_overlap == "error")
+        held_out.append(found)
+    train = RowSource(
         stores,
+        units=units,
         rows_per_step=config.batch.rows_per_step,
         seed=config.seed,
         weights=weights,
         shuffled=data.order == "shuffled",
         passes=data.passes or None,
     )
+    return OpenRows(train=train, held_out=tuple(held_out))
 
 
 def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer) -> TokenStore:

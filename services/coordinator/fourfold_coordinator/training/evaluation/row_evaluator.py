@@ -1,0 +1,100 @@
+"""Measures the loss on held-out rows by the log-probabilities of the trainer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from fourfold.sample import Sample
+from fourfold.text import format_score
+
+from ...routing.replica import Replica, ReplicaKey
+from ...routing.trainer_session import TrainerSession
+from ...rows.held_out import HeldOutRows
+from ...state.eval_results import EvalRow, Evaluation, SetResult, half_width, mean_of_sets
+from .estimators import clustered_interval
+
+log = logging.getLogger("fourfold.coordinator")
+
+_CALL_TOKENS: Final = 1 << 20  # of 4 bytes: a call takes at most 8 MiB
+
+
+class RowEvaluator:
+    """A `PolicyEvaluator` without engines. The score of a set is minus its loss per token, so that higher is better."""
+
+    def __init__(self, sets: Sequence[HeldOutRows], session: TrainerSession, *, timeout: float) -> None:
+        """Evaluate `sets`; a call to the trainer may take `timeout` seconds."""
+        self._sets, self._session, self._timeout = tuple(sets), session, timeout
+
+    async def run(
+        self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
+    ) -> Evaluation | None:
+        """Evaluate the present weights of the trainer; None without held-out sets."""
+        if not self._sets:
+            return None
+        total, done, results = sum(len(each.units) for each in self._sets), 0, list[SetResult]()
+        for each in self._sets:
+            results.append(await self._evaluate(each, lambda count, before=done: on_progress(before + count, total)))
+            done += len(each.units)
+        score, interval = mean_of_sets(results)
+        count = sum(result.answer_count for result in results)
+        log.info("evaluation finished: step=%d held_out=%s", step, format_score(score, interval, count, 0))
+        row = EvalRow(
+            step=step,
+            score=score,
+            half_width=half_width(interval),
+            answer_count=count,
+            missing_count=0,
+            answers=[],
+            sets=tuple(results),
+        )
+        return Evaluation(row=row, oldest_version=version, newest_version=version)
+
+    async def _evaluate(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> SetResult:
+        began, sums, counts, clusters = time.monotonic(), list[float](), list[int](), list[str]()
+        for part in _parts(held_out):
+            samples = [sample for sample, _ in part]
+
+            async def compute(replica: Replica, samples: list[Sample] = samples) -> list[np.ndarray]:  # type: ignore[type-arg]
+                return list(await replica.trainer.compute_logprobs(samples, timeout=self._timeout))
+
+            rows = await self._session.call("ComputeLogprobs", compute)
+            for (sample, group), logprobs in zip(part, rows, strict=True):
+                sums.append(-float(logprobs[sample.loss_mask].sum(dtype=np.float64)))
+                counts.append(int(np.count_nonzero(sample.loss_mask)))
+                clusters.append(str(group))
+            on_progress(len(sums))
+        loss = sum(sums) / sum(counts)
+        # The loss is a ratio of two sums. These values have it as their mean, and its variance as theirs.
+        mean_count = sum(counts) / len(counts)
+        values = [-loss - (total - loss * count) / mean_count for total, count in zip(sums, counts, strict=True)]
+        _, interval = clustered_interval(values, clusters)
+        return SetResult(
+            name=held_out.name,
+            score=-loss,
+            half_width=half_width(interval),
+            interval=interval,
+            answer_count=len(sums),
+            missing_count=0,
+            tokens_per_answer=mean_count,
+            seconds=round(time.monotonic() - began, 3),
+            pass_at=(),
+            majority_at=(),
+        )
+
+
+def _parts(held_out: HeldOutRows) -> Iterator[list[tuple[Sample, int]]]:
+    """Yield the samples of a set in parts that one call can carry."""
+    part, tokens = list[tuple[Sample, int]](), 0
+    for sample, group in held_out.samples():
+        if part and tokens + len(sample.token_ids) > _CALL_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append((sample, group))
+        tokens += len(sample.token_ids)
+    if part:
+        yield part

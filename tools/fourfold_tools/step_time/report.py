@@ -33,6 +33,8 @@ class StepTimePredictor:
 
     def predict(self, config: Config, sizes: ModelSizes, gpus: Sequence[Gpu], found: Preflight) -> Speed:
         """Return the speed of a recipe; see `fourfold.plan.speed.SpeedPredictor`."""
+        if not config.needs_engines:
+            return Speed(text="not predicted for runs of rows.")
         if self._run is None:
             return _guess(config, sizes, gpus, found)
         return Speed(text=_rates_text(self._run), table=_speed_table(config, sizes.policy, self._run))

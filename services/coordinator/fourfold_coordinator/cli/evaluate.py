@@ -182,6 +182,11 @@ def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
         tables[name]["public_listen"] = ""  # the run itself may listen on these addresses
     tables["data"]["eval"] = [*tables["data"]["eval"], *({"path": path} for path in args.data)]
     config = configuration.from_tables(tables, source="fourfold eval")
+    if not config.needs_engines:
+        raise ConfigError(
+            f"{recipe} trains on rows, and has no engines and scorers for an evaluation; give --recipe FILE with "
+            f"prompts_per_step, [sampling], [reward] and held-out prompts"
+        )
     if not config.data.held_out and not args.lm_eval:
         raise ConfigError(f"{recipe} has no held-out set; add [[data.eval]] or [data.holdout], or pass --data FILE")
     return config

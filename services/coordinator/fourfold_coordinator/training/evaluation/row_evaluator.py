@@ -9,10 +9,11 @@ from typing import Final
 
 import numpy as np
 
+from fourfold.arrays import Float32Array
 from fourfold.sample import Sample
 from fourfold.text import format_score
 
-from ...routing.replica import Replica, ReplicaKey
+from ...routing.replica import ReplicaKey
 from ...routing.trainer_session import TrainerSession
 from ...rows.held_out import HeldOutRows
 from ...state.eval_results import EvalRow, Evaluation, SetResult, half_width, mean_of_sets
@@ -58,11 +59,7 @@ class RowEvaluator:
         began, sums, counts, clusters = time.monotonic(), list[float](), list[int](), list[str]()
         for part in _parts(held_out):
             samples = [sample for sample, _ in part]
-
-            async def compute(replica: Replica, samples: list[Sample] = samples) -> list[np.ndarray]:  # type: ignore[type-arg]
-                return list(await replica.trainer.compute_logprobs(samples, timeout=self._timeout))
-
-            rows = await self._session.call("ComputeLogprobs", compute)
+            rows = await self._logprobs(samples)
             for (sample, group), logprobs in zip(part, rows, strict=True):
                 sums.append(-float(logprobs[sample.loss_mask].sum(dtype=np.float64)))
                 counts.append(int(np.count_nonzero(sample.loss_mask)))
@@ -84,6 +81,12 @@ class RowEvaluator:
             seconds=round(time.monotonic() - began, 3),
             pass_at=(),
             majority_at=(),
+        )
+
+    async def _logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
+        timeout = self._timeout
+        return await self._session.call(
+            "ComputeLogprobs", lambda r: r.trainer.compute_logprobs(samples, timeout=timeout)
         )
 
 

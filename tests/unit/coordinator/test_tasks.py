@@ -423,6 +423,14 @@ def test_what_cannot_be_trained_on_is_refused(break_it: Callable[[pb.Trajectory]
         check_trajectory(message, group_id="t", rules=RULES)
 
 
+def test_a_segment_without_its_engine_is_refused() -> None:
+    message = trajectory(TASK, version=3)
+    message.segments[0].ClearField("behavior_logprobs")
+    message.segments[0].ClearField("version_spans")
+    with pytest.raises(InvalidInput, match="no behavior_logprobs and version_spans; send those of the engine"):
+        check_trajectory(message, group_id="t", rules=replace(RULES, needs_reward=False))
+
+
 def test_a_token_that_cannot_have_been_sampled_is_refused() -> None:
     message = trajectory(TASK, version=3)
     values = np.frombuffer(message.segments[0].behavior_logprobs, "<f4").copy()

@@ -55,7 +55,7 @@ def test_the_gradient_of_rows_does_not_depend_on_the_split(preset: str) -> None:
     whole, wanted = run(recipe(preset=preset))
     assert wanted[m.NLL] > 0 and m.MISMATCH_MEAN not in wanted and m.ENTROPY not in wanted
     assert wanted.keys() <= m.METRICS.keys()
-    for ranks, budget in ((1, 14), (2, 1000), (3, 16)):
+    for ranks, budget in ((1, 16), (2, 1000), (3, 20)):
         split, found = run(recipe(preset=preset, ranks=ranks, budget=budget))
         (one,), (other,) = whole.gradients, split.gradients
         assert float((one - other).norm()) <= 1e-12 * float(one.norm())

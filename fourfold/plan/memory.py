@@ -140,7 +140,7 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
     rows += [_rollout(config, shape, pool) for pool in config.rollout_pools]
     if config.trainer.device == "cuda":
         rows += _hosts(config, sizes)
-    if not config.weights_stay_on_gpus:
+    if config.needs_engines and not config.weights_stay_on_gpus:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))

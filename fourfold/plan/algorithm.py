@@ -87,13 +87,16 @@ def _legend(config: Config) -> str:
     if config.needs_reference:
         names.append("f under the reference")
     ratio = "; ratio = exp(p - o)" if "ratio" in _formula(config.algorithm.loss) else ""
-    token = "token of an answer" if config.algorithm.loss.of_answers else "sampled token"
+    of_data = config.algorithm.loss.of_answers or not config.needs_engines
+    token = "token of an answer" if of_data else "sampled token"
     return f"p is the log-probability of a {token}{', '.join([' now', *names])}{ratio}."
 
 
 def _reward(config: Config) -> str:
     """Describe the changes of a score, in their order."""
     shaping, longest = config.algorithm.shaping, config.sampling.max_new_tokens
+    if not config.needs_engines:
+        return "reward: r is the weight of the row, 1 unless `data.weight_field` names a column."
     steps = []
     if shaping.normalize:
         steps.append("r = (score - running mean) / running std")

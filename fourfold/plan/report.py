@@ -255,7 +255,11 @@ def _run(config: Config, plan: BatchPlan, checkpoint: int) -> str:
     best = f" and the {kept.keep_best} with the best held-out score" if kept.keep_best else ""
     if config.batch.rows_per_step:
         passes = config.data.passes
-        amount = f"{passes:g} passes over the rows" if passes else f"at most {plan.samples_in_run:,} rows"
+        amount = (
+            f"{passes:g} pass{'es' * (passes != 1)} over the rows"
+            if passes
+            else f"at most {plan.samples_in_run:,} rows"
+        )
     else:
         amount = f"{plan.samples_in_run:,} trajectories"
     return (

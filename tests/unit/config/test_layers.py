@@ -155,7 +155,7 @@ def test_a_key_of_the_command_line_wins(tmp_path: Path, assignment: str, key: st
         ("reward.0=3", "--set reward.0=3: reward.0 is an element of a list; set the list, or a key of it"),
         ("stepz=3", "--set stepz  stepz: no such key. Did you mean `steps`?"),
         ("trainer.lr=3", "--set trainer.lr  trainer.lr: no such key. Did you mean `learning_rate`?"),
-        ("steps=0", "--set steps  steps = 0: input should be greater"),
+        ("steps=0", "--set steps  the recipe: `steps` is missing or 0"),
     ],
 )
 def test_a_mistake_of_the_command_line_is_named(tmp_path: Path, assignment: str, message: str) -> None:

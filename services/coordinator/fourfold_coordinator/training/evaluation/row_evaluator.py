@@ -39,7 +39,11 @@ class RowEvaluator:
             return None
         total, done, results = sum(len(each.units) for each in self._sets), 0, list[SetResult]()
         for each in self._sets:
-            results.append(await self._evaluate(each, lambda count, before=done: on_progress(before + count, total)))
+
+            def report(count: int, before: int = done) -> None:
+                on_progress(before + count, total)
+
+            results.append(await self._evaluate(each, report))
             done += len(each.units)
         score, interval = mean_of_sets(results)
         count = sum(result.answer_count for result in results)

@@ -128,6 +128,9 @@ class DataConfig(RowKeys):
     completions, or one as JSON text. Empty: there is none."""
     chat: bool = True
     """Apply the tokenizer's chat template. false: the text is the whole prompt."""
+    chat_template: str = ""
+    """Path of a Jinja file in place of the chat templates of the model; services on other machines read it at the same
+    path. The trained model has it, too. Empty: those of the model."""
     system_prompt: str = ""
     """System message before a text prompt; empty: none."""
     date: str = ""

@@ -19,10 +19,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +42,7 @@ _REQUIRED_FILES: Final = ("config.json", "tokenizer.json")
 # The file with all weights, or the index of several files.
 WEIGHTS_FILE: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +111,53 @@ _SMOLLM2: Final = Builtin(
 BUILTINS: Final = {_SMOLLM2.name: _SMOLLM2}
 
 
-def resolve(source: str) -> Path:
+def resolve(source: str, chat_template: str = "") -> Path:
     """Return the model folder of a source. A built-in model is converted first, once per machine and user.
 
     If several processes call this at once, one of them converts, and the others wait.
 
+    Args:
+        source: as a recipe's `model.source`.
+        chat_template: as a recipe's `data.chat_template`: path of a Jinja file in place of the model's templates. The
+            folder then has links to the model's files beside it, so that engines and exports have it, too.
+
     Raises:
         ConfigError: the folder or built-in model does not exist, a file is missing, or the conversion failed.
     """
+    folder = _resolve(source)
+    return _with_template(folder, chat_template) if chat_template else folder
+
+
+def read_template(path: str) -> str:
+    """Return the text of `data.chat_template`. Raises ConfigError: it cannot be read."""
+    key = f"data.chat_template = {path!r}"
+    try:
+        return expand_home(path, key).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: cannot be read ({error}); give the path of a Jinja file in UTF-8") from None
+
+
+def _with_template(folder: Path, path: str) -> Path:
+    """Return a folder with links to the files of a model, and the template in a file as the only one."""
+    text = read_template(path)
+    linked = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name != TEMPLATE_FILE)
+    digest = hashlib.sha256(json.dumps([str(folder), linked, text]).encode()).hexdigest()[:16]
+    target = _models_cache() / f"{folder.name}-template-{digest}"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
+        try:
+            for name in linked:
+                (made / name).symlink_to(folder / name)
+            (made / TEMPLATE_FILE).write_text(text, encoding="utf-8")
+            with suppress(OSError):  # another process was faster, and its folder has the same files
+                made.rename(target)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def _resolve(source: str) -> Path:
     builtin = _builtin_of(source)
     if builtin is None:
         return _existing_folder(source).resolve()
@@ -241,8 +282,11 @@ def _largest_block(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def cache_folder(builtin: Builtin) -> Path:
     """Return the path of the converted folder of a built-in model, which need not exist."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "fourfold" / "models" / f"{builtin.name}-{builtin.version}-r{_CONVERSION}"
+    return _models_cache() / f"{builtin.name}-{builtin.version}-r{_CONVERSION}"
+
+
+def _models_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourfold" / "models"
 
 
 def _builtin_of(source: str, key: str = _KEY) -> Builtin | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from fourfold import hub
 from fourfold.errors import ConfigError, InvalidInput
-from fourfold.model.folder import BUILTIN_PREFIX, resolve
+from fourfold.model.folder import BUILTIN_PREFIX, TEMPLATE_FILE, read_template, resolve
 
 if TYPE_CHECKING:
     import jinja2
@@ -110,14 +110,19 @@ def chat_template(folder: Path) -> str | None:
     return _used_templates(folder).get(_DEFAULT_TEMPLATE)
 
 
+def check_template(path: str) -> None:
+    """Raise ConfigError if a recipe's `data.chat_template` is no file with a Jinja template."""
+    _compile(read_template(path), f"data.chat_template = {path!r}", "", {})
+
+
 def _used_templates(folder: Path) -> dict[str, str]:
     """Return the chat templates of a model folder for conversations without and with tools, as far as it has them.
 
     They are chat_template.jinja and the files of `hub.ADDITIONAL_TEMPLATES`, or else those of tokenizer_config.json.
     """
     files = {file.stem: file for file in (folder / hub.ADDITIONAL_TEMPLATES).glob("*.jinja")}
-    if (folder / "chat_template.jinja").is_file():
-        files[_DEFAULT_TEMPLATE] = folder / "chat_template.jinja"
+    if (folder / TEMPLATE_FILE).is_file():
+        files[_DEFAULT_TEMPLATE] = folder / TEMPLATE_FILE
     named: dict[str, Any] = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     if not named:
         found = _json(folder / "tokenizer_config.json").get("chat_template")
@@ -367,7 +372,7 @@ def _try_render(template: jinja2.Template, special: Mapping[str, str], messages:
         return None
 
 
-def _compile(source: str, folder: Path, date: str, special: Mapping[str, str]) -> tuple[jinja2.Template, CallForm]:
+def _compile(source: str, where: Path | str, date: str, special: Mapping[str, str]) -> tuple[jinja2.Template, CallForm]:
     """Compile a template, and find the form in which it reads tool calls.
 
     It runs in a sandbox, because a model folder is data and must not run code.
@@ -385,7 +390,8 @@ def _compile(source: str, folder: Path, date: str, special: Mapping[str, str]) -
     try:
         template = environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise ConfigError(f"{folder}: the chat template is not a Jinja template: {error}") from None
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ConfigError(f"{where}{line}: the chat template is not a Jinja template: {error.message}") from None
     return template, find_call_form(partial(_try_render, template, special))
 
 

@@ -172,7 +172,8 @@ class Coordinator:
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
         log.info("coordinator started: folder=%s recipe=%s sqlite=%s", folder, options.recipe, sqlite3.sqlite_version)
-        self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source), date=config.data.date)
+        folder_of_model = model_folder.resolve(config.model.source, config.data.chat_template)
+        self._tokenizer = Tokenizer.load(folder_of_model, date=config.data.date)
         self._board = RunBoard(
             name=config.name, step_count=config.steps, max_policy_lag=config.asynchrony.max_policy_lag
         )
@@ -212,7 +213,7 @@ class Coordinator:
 
     def _add_servicers(self) -> None:
         """Add all services to the server, and those for viewers to the public one, if there is one."""
-        tokenizer = model_folder.resolve(self._config.model.source) / "tokenizer.json"
+        tokenizer = model_folder.resolve(self._config.model.source, self._config.data.chat_template) / "tokenizer.json"
         files = RunFileServicer(self._folder, tokenizer)
         run = RunServicer(self._board, lambda: self._weight_status.to_proto(self._router.replicas()))
         members = MembershipServicer(self._registry, self._certificates)

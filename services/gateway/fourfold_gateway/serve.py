@@ -41,7 +41,8 @@ def main(options: ServeOptions) -> int:
         raise ConfigError(
             "a gateway needs engines: give --coordinator HOST:PORT of a run, or --engine HOST:PORT for each engine"
         )
-    tokenizer = Tokenizer.load(model_folder.resolve(config.model.source), date=config.data.date)
+    folder = model_folder.resolve(config.model.source, config.data.chat_template)
+    tokenizer = Tokenizer.load(folder, date=config.data.date)
     host.tokenizer_sha256 = tokenizer.sha256
     # uvloop takes a quarter less CPU time for a request over HTTP than asyncio's own loop.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -71,7 +71,7 @@ def _table(options: ServeOptions) -> RewardConfig:
 def _tokenizer_sha256(config: Config, reward: RewardConfig) -> bytes:
     """Return the hash of the run's tokenizer, for a function that reads tokens; it may convert a built-in model."""
     try:
-        return tokenizer_sha256(resolve(config.model.source))
+        return tokenizer_sha256(resolve(config.model.source, config.data.chat_template))
     except ConfigError as error:
         raise ConfigError(
             f"the scorer {reward.title!r} reads sampled tokens, and the tokenizer that made them "

@@ -49,7 +49,7 @@ def main(options: ServeOptions) -> int:
     config, pool = options.config, _pool(options)
     host = ServiceHost(options, role=Role.ROLE_ROLLOUT)
     check_ports({"listen": options.listen, "rollout.public_listen": config.rollout.public_listen})
-    folder = model_folder.resolve(config.model.source)
+    folder = model_folder.resolve(config.model.source, config.data.chat_template)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
     settings = engine_settings(config, pool, folder)
     environment.prepare(settings, options.host)

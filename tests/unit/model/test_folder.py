@@ -13,6 +13,8 @@ import pytest
 from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
 from fourfold.model.classifier import ClassifierFolder
+from fourfold.model.tokenizer import Tokenizer, check_template, tokenizer_sha256
+from tests.support.chat_templates import write_tokenizer
 
 NAME = "smollm2-135m-instruct"
 SOURCE = f"builtin:{NAME}"
@@ -130,3 +132,39 @@ def _check_tokenizer(folder: Path) -> None:
     )
     text = "Caf\u00e9: 7  times 8\n\n= 56"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_a_template_of_the_recipe_replaces_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_model(tmp_path / "model")
+    write_tokenizer(folder, "of the model", {"eos_token": "<|im_end|>"})
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools of the model")
+    template = tmp_path / "own.jinja"
+    template.write_text("own {{ messages[0].content }}")
+    found = model_folder.resolve(str(folder), str(template))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert Tokenizer.load(found).render_chat([{"role": "user", "content": "q"}], tools=tools) == "own q"
+    assert {p.name for p in found.iterdir()} == {p.name for p in folder.iterdir() if p.is_file()}
+    assert (folder / "chat_template.jinja").read_text() == "of the model"
+    assert model_folder.fingerprint(found) == model_folder.fingerprint(folder), "the same weights"
+    assert tokenizer_sha256(found) != tokenizer_sha256(folder)
+    assert model_folder.resolve(str(folder), str(template)) == found
+    template.write_text("changed")
+    assert model_folder.resolve(str(folder), str(template)) != found
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, r"own\.jinja': cannot be read .*No such file.*give the path of a Jinja file"),
+        (b"\xff", r"own\.jinja': cannot be read .*utf-8"),
+        (b"a\n{% if %}", r"own\.jinja', line 2: the chat template is not a Jinja template: Expected an expression"),
+    ],
+)
+def test_a_wrong_template_of_the_recipe_is_named(tmp_path: Path, content: bytes | None, text: str) -> None:
+    path = tmp_path / "own.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"data\.chat_template = .*" + text):
+        check_template(str(path))

@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
         folder, config = make_run_dir(config, config.name if step is None else f"step-{step}", root)
         with locked(folder / RUN_LOCK, "`fourfold eval`"):
             try:
-                model_folder.resolve(config.model.source)
+                model_folder.resolve(config.model.source, config.data.chat_template)
                 if args.lm_eval:
                     asked = {"tasks": args.lm_eval.split(","), "include_path": args.lm_eval_path}
                     replace_file(folder / HARNESS_FILE, [json.dumps(asked)])

@@ -111,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
                 print(f"{run_dir} is finished already, with {config.steps} steps. {more}")
                 return _print_report(run_dir)
             try:
-                model_folder.resolve(config.model.source)
+                model_folder.resolve(config.model.source, config.data.chat_template)
                 launcher = make_launcher(args, config, run_dir)
             except BaseException:
                 if args.resume is None:  # nothing was started, so the folder has nothing to keep

@@ -13,7 +13,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
-from fourfold.model.tokenizer import Tokenizer, chat_template
+from fourfold.model.tokenizer import Tokenizer, chat_template, check_template
 from fourfold.plan.preflight import ExampleRow, Preflight
 
 from ..data.load_prompts import load_prompts
@@ -30,12 +30,14 @@ def check_data(preflight: Preflight) -> None:
     Raises ConfigError: data, columns or holdout do not fit the recipe, or a row has no scorer.
     """
     config = preflight.config
+    if config.data.chat_template:
+        check_template(config.data.chat_template)
     if not config.needs_engines:
         _check_rows(preflight)
         return
     if not config.data.train and not config.data.held_out:
         return
-    folder = model_folder.resolve(config.model.source)
+    folder = model_folder.resolve(config.model.source, config.data.chat_template)
     config = configuration.fix_date(config, None)
     prompts = load_prompts(config, Tokenizer.load(folder, date=config.data.date))
     preflight.warnings += [*prompts.warnings, *check_scorers(config, config.reward, prompts)]
@@ -61,7 +63,7 @@ def check_data(preflight: Preflight) -> None:
 def _check_rows(preflight: Preflight) -> None:
     """Encode the rows as the coordinator does, describe them, and set the steps of the passes over them."""
     config = configuration.fix_date(preflight.config, None)
-    folder = model_folder.resolve(config.model.source)
+    folder = model_folder.resolve(config.model.source, config.data.chat_template)
     rows = open_rows(config, Tokenizer.load(folder, date=config.data.date))
     for store in rows.train.stores:
         meta = store.meta

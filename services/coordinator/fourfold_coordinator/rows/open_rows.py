@@ -127,5 +127,5 @@ def _fields(config: Config, source: DataSourceConfig) -> RowFields:
 
 def _keys(config: Config) -> dict[str, str]:
     """Return what else decides a token: the date, if the chat template writes it."""
-    template = chat_template(model_folder.resolve(config.model.source)) or ""
+    template = chat_template(model_folder.resolve(config.model.source, config.data.chat_template)) or ""
     return {"date": config.data.date} if "strftime_now" in template else {}

@@ -35,6 +35,8 @@ class EnvironmentSpec:
     """`model.source` of the recipe; only agent files that tokenize for themselves read it."""
     date: str = ""
     """`data.date` of the recipe, for their chat templates."""
+    chat_template: str = ""
+    """`data.chat_template` of the recipe."""
     max_context_tokens: int = 0
     max_new_tokens: int = 0
     temperature: float = 1.0
@@ -64,6 +66,7 @@ class EnvironmentSpec:
             tools=tuple(_read(name, "environment.tools", directory) for name in config.tools if name != PYTHON_TOOL),
             model=recipe.model.source,
             date=recipe.data.date,
+            chat_template=recipe.data.chat_template,
             max_context_tokens=recipe.model.max_context_tokens,
             max_new_tokens=recipe.sampling.max_new_tokens,
             temperature=recipe.sampling.temperature,

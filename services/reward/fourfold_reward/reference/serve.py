@@ -33,7 +33,7 @@ async def serve(options: ServeOptions) -> int:
     host.exporter.add(reference_source(servicer.batcher))
 
     def load() -> tuple[ReferenceModel, bytes]:
-        folder = model_folder.resolve(config.model.source)
+        folder = model_folder.resolve(config.model.source, config.data.chat_template)
         sha256 = tokenizer_sha256(folder)  # before the model: a wrong folder then fails fast
         model = ReferenceModel.load(
             folder,

@@ -55,7 +55,7 @@ async def _serve(options: ServeOptions) -> tuple[int, RankRendezvous | None]:
     loop = asyncio.get_running_loop()
 
     def make_engine() -> DistributedEngine:
-        folder = model_folder.resolve(config.model.source)
+        folder = model_folder.resolve(config.model.source, config.data.chat_template)
         check_sequence_parallel(config)
         servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
         others = None if point is None else point.gather(folder, loop)

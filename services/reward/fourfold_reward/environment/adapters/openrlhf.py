@@ -101,7 +101,7 @@ def load(spec: EnvironmentSpec) -> Factory:
     found, _ = load_object(spec.file or {})
     if isinstance(found, type) and issubclass(found, AgentExecutorBase):
         if found.execute is not AgentExecutorBase.execute:
-            tokenizer = _Tokenizer(spec.model, date=spec.date)  # of all episodes: to read a small one takes 0.8 s
+            tokenizer = _Tokenizer(spec)  # of all episodes: to read a small one takes 0.8 s
             return Factory(make=lambda: ExecutorEpisode(found(**spec.options), spec, tokenizer), wants_text=True)
         instance: Any = getattr(found(**spec.options), "agent_instance_cls", None)
         if instance is None:
@@ -247,9 +247,9 @@ class ExecutorEpisode:
 class _Tokenizer:
     """The tokenizer of transformers, read at the first use: many agent files tokenize nothing."""
 
-    def __init__(self, source: str, *, date: str) -> None:
-        """Take `model.source`, and `data.date`, which chat templates write."""
-        self._source, self._date = source, date
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        """Take the model, and the date that chat templates write."""
+        self._source, self._template, self._date = spec.model, spec.chat_template, spec.date
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -259,7 +259,8 @@ class _Tokenizer:
             raise ImportError(f"this file uses the tokenizer: {install_command('fourfold-reward[openrlhf]')}") from None
         try:
             # Not AutoTokenizer: its classes for single models may change what tokenizer.json says.
-            return transformers.PreTrainedTokenizerFast.from_pretrained(model_folder.resolve(self._source))
+            folder = model_folder.resolve(self._source, self._template)
+            return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         except (FourfoldError, OSError, ValueError) as error:
             raise ImportError(
                 f"model.source = {self._source!r} has no tokenizer that can be read here: {error}"

@@ -63,7 +63,7 @@ class RowKeys(Table):
     passes: float = Field(default=0.0, ge=0, le=10_000)
     """Passes over the rows, in place of `steps`: `fourfold run` counts the steps that they need, and writes both into
     the config.toml of the run. 0: `steps` says it. With `batch.rows_per_step`."""
-    form: Literal["auto", "tokens", "messages", "completion", "alpaca", "text"] = "auto"
+    form: Literal["auto", "tokens", "messages", "glaive", "completion", "alpaca", "text"] = "auto"
     """Form of the rows. auto: recognised by their columns. With `batch.rows_per_step`."""
     loss_on: Literal["", "assistant", "completion", "last", "all"] = ""
     """Tokens in the loss. assistant: every answer of the assistant. completion: the answer that a row has as such.

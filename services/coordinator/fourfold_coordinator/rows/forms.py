@@ -7,6 +7,7 @@ leave the row out. ConfigError says what is wrong with the columns of all.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,11 @@ _COMPLETIONS: Final = (
 )  # fmt: skip
 _PROMPTS: Final = ("prompt", "question", "query", "input")
 _TRANSCRIPT: Final = re.compile(r"\n\n(Human|Assistant):")
+_GLAIVE: Final = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
+_GLAIVE_ROLES: Final = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+_GLAIVE_CALL: Final = re.compile(r"(.*)<functioncall>\s*(\{.*\})\s*", re.DOTALL)
+_GLAIVE_ARGUMENTS: Final = re.compile(r"""("arguments":\s*)'(.*)'(\s*\})$""", re.DOTALL)
+_GLAIVE_END: Final = "<|endoftext|>"
 _IGNORED_LABEL: Final = -100  # of transformers: a token outside the loss
 _FLAGS: Final = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "+": 1.0, "-": 0.0}  # CSV has texts alone
 
@@ -139,6 +145,7 @@ _FITS: Final[dict[Form, Callable[[Row, RowFields], bool]]] = {
     Form.PAIRS_SHAREGPT: lambda c, f: _is_sharegpt_pair(c, f) and not _is_transcript(c, f),
     Form.LABELLED: _is_labelled,
     Form.MESSAGES: lambda c, f: bool(_messages_column(c, f)),
+    Form.GLAIVE: lambda c, f: isinstance(c.get("chat"), str) and bool(_GLAIVE.match(c["chat"])),
     Form.COMPLETION: lambda c, f: bool(_completion_columns(c, f)[0]) and not _is_alpaca(c, f),
     Form.ALPACA: _is_alpaca,
     Form.TEXT: lambda c, f: isinstance(c.get(_text_column(c, f)), str),
@@ -313,6 +320,44 @@ def _transcript(text: str) -> list[dict[str, Any]]:
     return [{"role": roles[name], "content": content.strip()} for name, content in said]
 
 
+def _glaive(row: Row, fields: RowFields) -> NormalRow:
+    """Read glaive-function-calling: the turns are one text, and the tools are JSON objects in another."""
+    text = _text(_column(row, "chat", "data.form"), "the column chat")
+    start, *parts = _GLAIVE.split(text)
+    if start.strip() or not parts:
+        raise InvalidInput(f"the chat is {_show(text)}; it begins with USER: or ASSISTANT:")
+    messages = list[dict[str, Any]]()
+    for name, said in zip(parts[::2], parts[1::2], strict=True):
+        content = said.strip().removesuffix(_GLAIVE_END).strip()
+        message: dict[str, Any] = {"role": _GLAIVE_ROLES[name], "content": content}
+        if name == "ASSISTANT" and (call := _GLAIVE_CALL.fullmatch(content)):
+            # The arguments are JSON in single quotes, in which no character is escaped.
+            quoted = _GLAIVE_ARGUMENTS.sub(lambda m: m[1] + json.dumps(m[2]) + m[3], call[2])
+            message |= {"content": call[1].strip(), "function_call": _json_objects(quoted)[0]}
+        messages.append(message)
+    system, brace, rest = (
+        _text(row.get("system") or "", "the column system").removeprefix("SYSTEM:").strip().partition("{")
+    )
+    tools = _json_objects(brace + rest)
+    if system and not tools:  # with tools, the chat template of the model says what this text says
+        messages.insert(0, {"role": "system", "content": system})
+    chat = Chat(messages=read_messages(messages), tools=read_tools(tools))
+    return NormalRow(sides=(_checked(chat),), value=_weight(row, fields))
+
+
+def _json_objects(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects of a text, one after the other."""
+    found, decoder = list[dict[str, Any]](), json.JSONDecoder(strict=False)
+    while text := text.strip():
+        try:
+            value, end = decoder.raw_decode(text)
+        except ValueError as error:
+            raise InvalidInput(f"a function or a call is {_show(text)}; it is a JSON object ({error})") from None
+        found.append(value)
+        text = text[end:]
+    return found
+
+
 def _labelled(row: Row, fields: RowFields) -> NormalRow:
     column = "kto_tag" if "kto_tag" in row and fields.label_field not in row else fields.label_field
     label = _flag(_column(row, column, "data.label_field"), f"the label ({column})")
@@ -421,6 +466,7 @@ _READERS: Final[dict[Form, Callable[[Row, RowFields], NormalRow]]] = {
     Form.PAIRS_SHAREGPT: _pair,
     Form.LABELLED: _labelled,
     Form.MESSAGES: lambda row, fields: NormalRow(sides=(_conversation(row, fields),), value=_weight(row, fields)),
+    Form.GLAIVE: _glaive,
     Form.COMPLETION: lambda row, fields: NormalRow(sides=(_completion(row, fields),), value=_weight(row, fields)),
     Form.ALPACA: _alpaca,
     Form.TEXT: _text_row,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Reads = Literal["answers", "pairs", "labels", "steps"]
 """What a loss reads: answers, pairs of them, labelled answers, labelled steps."""
@@ -22,6 +22,7 @@ class Form(StrEnum):
     PAIRS_SHAREGPT = "pairs-sharegpt"
     LABELLED = "labelled"
     MESSAGES = "messages"
+    GLAIVE = "glaive"
     COMPLETION = "completion"
     ALPACA = "alpaca"
     TEXT = "text"
@@ -36,15 +37,20 @@ READS: dict[Form, Reads] = {
     Form.PAIRS_SHAREGPT: "pairs",
     Form.LABELLED: "labels",
     Form.MESSAGES: "answers",
+    Form.GLAIVE: "answers",
     Form.COMPLETION: "answers",
     Form.ALPACA: "answers",
     Form.TEXT: "answers",
 }
 
 
+CONVERSATIONS: Final = frozenset({Form.MESSAGES, Form.GLAIVE, Form.PAIRS_IN_TRANSCRIPTS, Form.PAIRS_SHAREGPT})
+"""Forms that need a chat template; the others may be plain texts."""
+
+
 def default_loss_on(form: Form) -> Literal["assistant", "completion"]:
     """Return data.loss_on of a form whose recipe does not set it: all answers of messages, or that of a prompt."""
-    return "assistant" if form == Form.MESSAGES else "completion"
+    return "assistant" if form in (Form.MESSAGES, Form.GLAIVE) else "completion"
 
 
 class Reason(StrEnum):

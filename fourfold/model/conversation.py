@@ -33,6 +33,10 @@ SWITCHES: Final = ("weight", "train", "loss")
 _SHOWN: Final = 40  # characters of a difference
 
 
+class TemplateMismatch(InvalidInput):
+    """The chat template does not show where an answer begins or ends: a fault of the recipe, not of the row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingRule:
     """Which tokens of a conversation are in the loss; the keys of the same names of a recipe's [data]."""
@@ -240,7 +244,7 @@ class _Conversation:
             prompt, whole = self._prompt(turn), self._rendered(turn + 1)
             self._check_prompt(turn, prompt, whole)
             if not self._text.startswith(whole):
-                raise InvalidInput(
+                raise TemplateMismatch(
                     f"message {turn}: the chat template writes this answer differently once other messages follow: "
                     f"{first_difference(whole, self._text)}. An answer is in the loss as it is at inference: set "
                     f'data.turns = "each", which makes one sample of each answer'
@@ -259,7 +263,7 @@ class _Conversation:
                 begin = self._after_generation_prompt(turn, prompt, begin)
             spans = [(max(begin, start), end) for start, end in own if end > begin]
             if not spans:
-                raise InvalidInput(
+                raise TemplateMismatch(
                     f"message {turn}: the chat template has {{% generation %}}, but not around this answer; put the "
                     f"mark around every answer, or take all of them out of the template (data.chat_template)"
                 )
@@ -300,7 +304,7 @@ class _Conversation:
 
     def _check_prompt(self, turn: int, prompt: str, whole: str) -> None:
         if not whole.startswith(prompt):
-            raise InvalidInput(
+            raise TemplateMismatch(
                 f"message {turn}: the prompt of inference is not the beginning of the prompt with its answer: "
                 f"{first_difference(prompt, whole)}. The answer would follow another prompt than at inference: use "
                 f"another template (data.chat_template), or prompts and answers as they are (data.chat = false)"
@@ -377,11 +381,11 @@ def _with_end(ids: list[int], start: int, tokenizer: Tokenizer) -> list[int]:
     return [*(ids[:kept] if tokenizer.added_text(ids[kept - 1]) is not None else ids), end]
 
 
-def _unended(ids: Sequence[int], answer: RenderedAnswer, is_last: bool, tokenizer: Tokenizer) -> InvalidInput:
+def _unended(ids: Sequence[int], answer: RenderedAnswer, is_last: bool, tokenizer: Tokenizer) -> TemplateMismatch:
     names = ", ".join(repr(tokenizer.added_text(i) or tokenizer.decode([i])) for i in tokenizer.stop_token_ids)
     tail = clean(repr(tokenizer.decode(ids[-8:], skip_special=False)), 2 * _SHOWN)
     fix = 'data.end = "token" adds it' if is_last else 'data.turns = "each" with data.end = "token" adds it'
-    return InvalidInput(
+    return TemplateMismatch(
         f"the chat template ends {'the last' if is_last else 'an'} answer with {tail}, which is none of the model's "
         f"end tokens ({names or 'it has none'}), so that the model would learn never to stop; {fix}"
     )

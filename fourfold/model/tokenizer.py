@@ -264,7 +264,7 @@ class Tokenizer:
         if name not in self._templates:
             raise ConfigError(
                 f"{self._folder}: this model has no chat template; set data.chat = false to use prompts without a "
-                f"template, or use an instruction-tuned model"
+                f"template, set data.chat_template to a Jinja file, or use an instruction-tuned model"
             )
         template, call_form = self._templates[name]
         values: dict[str, Any] = {

@@ -177,38 +177,11 @@ def test_a_data_set_without_a_sample_is_an_error(prepare: Prepare) -> None:
         check_dropped(prepare([]).meta)
 
 
-@pytest.mark.parametrize(
-    ("row", "form", "text"),
-    [
-        (chat("q", "a", "r"), Form.MESSAGES, r"rows\.jsonl, row 4: the last message has the role 'user'.*bad_rows"),
-        ({"message": 1}, Form.MESSAGES, r"rows\.jsonl, row 4: no column 'messages'"),
-    ],
-)
-def test_a_bad_row_is_an_error_with_its_number(prepare: Prepare, row: dict[str, Any], form: Form, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        prepare([*CHATS[:4], row], form)
-
-
-def test_a_template_that_rewrites_earlier_turns_is_an_error_with_the_row(tmp_path: Path) -> None:
-    settings = EncodingSettings(form=Form.MESSAGES, max_tokens=200)
-    source = write(tmp_path / "rows.jsonl", [chat("q", "a"), chat("q", "a", "r", "b")])
-    with pytest.raises(ConfigError, match=r'row 1: message 1: .*differently.*data\.turns = "each"'):
-        prepare_store(source, settings, load(tmp_path, "qwen3"), tmp_path / "tokens")
-
-
 @pytest.mark.parametrize("key", [{"template": "{a}?"}, {"skip": "x"}])
 def test_keys_of_prompts_are_refused(tmp_path: Path, tokenizer: Tokenizer, key: dict[str, str]) -> None:
     source = write(tmp_path / "rows.jsonl", CHATS).model_copy(update=key)
     with pytest.raises(ConfigError, match=rf"rows\.jsonl: {next(iter(key))} = .* is for prompts"):
         prepare_store(source, EncodingSettings(form=Form.MESSAGES, max_tokens=200), tokenizer, tmp_path)
-
-
-def test_model_without_a_template_is_an_error(tmp_path: Path) -> None:
-    load(tmp_path, "qwen25")
-    (tmp_path / "chat_template.jinja").unlink()
-    settings = EncodingSettings(form=Form.MESSAGES, max_tokens=200)
-    with pytest.raises(ConfigError, match=r"row 0: .*no chat template; set data\.chat = false"):
-        prepare_store(write(tmp_path / "r.jsonl", CHATS), settings, Tokenizer.load(tmp_path), tmp_path / "tokens")
 
 
 def test_long_texts_are_cut_or_split(prepare: Prepare, tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ from fourfold.model.conversation import (
     Piece,
     RenderedAnswer,
     Span,
+    TemplateMismatch,
     encode_each,
     plain_answer,
     render_answers,
@@ -67,7 +68,7 @@ class Block:
     units: int = 0
     tokens: int = 0
     loss_tokens: int = 0
-    dropped: list[tuple[int, Reason, str]] = field(default_factory=list)  # row, reason, text of a bad one
+    dropped: list[tuple[int, Reason, str]] = field(default_factory=list)  # row, reason, what is wrong
     doubled_begins: int = 0
 
     def add(self, row: int, samples: Sequence[_Sample], value: float, group: int, *, one_unit: bool) -> None:
@@ -104,8 +105,8 @@ class _RenderedRow:
 
 
 class _Dropped(Exception):
-    def __init__(self, reason: Reason) -> None:
-        self.reason = reason
+    def __init__(self, reason: Reason, text: str = "") -> None:
+        self.reason, self.text = reason, text
 
 
 def render_block(
@@ -153,16 +154,14 @@ def encode_block(
         except InvalidInput as error:
             _refuse(one.number, error, settings, where, block)
         except _Dropped as dropped:
-            block.dropped.append((one.number, dropped.reason, ""))
+            block.dropped.append((one.number, dropped.reason, dropped.text))
     return block
 
 
 def _refuse(number: int, error: InvalidInput, settings: EncodingSettings, where: str, block: Block) -> None:
     if settings.bad_rows == "error":
-        raise ConfigError(
-            f"{where}, row {number}: {error.message}; correct the row, or leave such rows out with "
-            f'data.bad_rows = "drop"'
-        )
+        fix = '; correct the row, or leave such rows out with data.bad_rows = "drop"'
+        raise ConfigError(f"{where}, row {number}: {error.message}{'' if isinstance(error, TemplateMismatch) else fix}")
     block.dropped.append((number, Reason.BAD_ROW, error.message))
 
 
@@ -208,7 +207,10 @@ def _add_row(
     whole = [sample for side in sides for sample in side]
     fitting = [part for sample in whole for part in _fit(sample, settings)]
     if not fitting or (is_pair and len(fitting) < 2):
-        raise _Dropped(Reason.TOO_LONG if settings.too_long != "cut" else Reason.NO_LOSS_TOKENS)
+        if settings.too_long == "cut":
+            raise _Dropped(Reason.NO_LOSS_TOKENS)
+        longest = max(len(sample.ids) for sample in whole)
+        raise _Dropped(Reason.TOO_LONG, f"{longest:,} tokens, above model.max_context_tokens = {settings.max_tokens:,}")
     block.doubled_begins += sum(isinstance(a, EncodedAnswer) and a.doubled_begin for side in answers for a in side)
     value = np.nan if one.row.value is None else one.row.value
     block.add(one.number, fitting, value, _group(whole[0], one.number), one_unit=is_pair)

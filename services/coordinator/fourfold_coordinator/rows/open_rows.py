@@ -22,7 +22,7 @@ from ..data.sources import describe, read_rows
 from .encode import EncodingSettings
 from .forms import RECOGNISED_ROWS, recognise
 from .held_out import HeldOutRows, check_overlap
-from .normal import Form, RowFields, default_loss_on
+from .normal import CONVERSATIONS, Form, RowFields, default_loss_on
 from .row_source import RowSource, split_held_out
 from .store import TokenStore, check_dropped, prepare_store
 
@@ -76,6 +76,7 @@ def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer
     """Return the tokens of one source, as `open_rows`."""
     data, fields = config.data, _fields(config, source)
     form = Form(data.form) if data.form != "auto" else _recognise(source, fields)
+    _check_chat(config, source, form, tokenizer)
     rule = EncodingRule(
         loss_on=data.loss_on or default_loss_on(form),
         turns=data.turns,
@@ -110,6 +111,22 @@ def _recognise(source: DataSourceConfig, fields: RowFields) -> Form:
         return recognise(rows, fields, "answers")
     except ConfigError as error:
         raise ConfigError(f"{describe(source)}: {error.message}") from None
+
+
+def _check_chat(config: Config, source: DataSourceConfig, form: Form, tokenizer: Tokenizer) -> None:
+    """Refuse conversations that cannot be written as text."""
+    if form not in CONVERSATIONS or (config.data.chat and tokenizer.has_chat_template):
+        return
+    what = "data.chat = false" if not config.data.chat else f"{config.model.source} has no chat template"
+    fix = (
+        "remove data.chat"
+        if tokenizer.has_chat_template
+        else "set data.chat_template to a Jinja file, such as that of an instruction-tuned model of the same family"
+    )
+    raise ConfigError(
+        f"{describe(source)}: its rows are conversations (form {form}), which a chat template writes as text, and "
+        f"{what}; {fix}, or give rows with `prompt` and `completion` as texts, and data.chat = false"
+    )
 
 
 def _fields(config: Config, source: DataSourceConfig) -> RowFields:

@@ -33,6 +33,15 @@ class ExampleRow:
     scorers: tuple[str, ...]  # names of the tables [[reward]] that score it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedRow:
+    """A row to train on, as text."""
+
+    title: str
+    parts: tuple[tuple[str, bool], ...]
+    """Texts, and whether their tokens are in the loss."""
+
+
 @dataclass(slots=True)
 class Preflight:
     """The results of the checks of one recipe."""
@@ -40,6 +49,8 @@ class Preflight:
     config: Config
     """The recipe; the check of its data sets the steps that `data.passes` asks for."""
     examples: Sequence[ExampleRow] = ()
+    rendered: Sequence[RenderedRow] = ()
+    """The first rows of step 1, of a run of rows."""
     prompt_tokens: float | None = None  # mean of the training prompts; None: they were not read
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Facts by paragraph of `fourfold plan`, such as `data`."""

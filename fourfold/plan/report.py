@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,13 +43,16 @@ from fourfold.plan.memory import (
 )
 from fourfold.plan.models import AdapterPlan, check_context, check_sequence_parallel, model_sizes
 from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
-from fourfold.plan.preflight import Preflight, check_recipe
+from fourfold.plan.preflight import Preflight, RenderedRow, check_recipe
 from fourfold.plan.speed import SpeedPredictor, load_predictor
 from fourfold.plan.weight_update import update_cost
-from fourfold.text import align_columns
+from fourfold.text import align_columns, printable
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
+_MARKS: Final = ("{+", "+}")  # of inserted words, as wdiff writes them
+_SHOWN_PARTS: Final = 12  # of a rendered row
+_SHOWN_BEGIN, _SHOWN_END = 400, 200  # characters of a part
 _COLUMNS: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache", "programs")
 
 
@@ -86,7 +91,32 @@ def main(args: argparse.Namespace) -> int:
         found = check_recipe(config, args.recipe, args.set)
         config = found.config
     print(describe(config, found, predictor), end="")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    print("".join(f"{line}\n" for line in rendered_lines(found.rendered, colour=colour)), end="")
     return 0
+
+
+def rendered_lines(rows: Sequence[RenderedRow], *, colour: bool) -> list[str]:
+    """Return rows as text, with the tokens of the loss in green or between marks."""
+    if not rows:
+        return []
+    begin, end = ("\x1b[32m", "\x1b[0m") if colour else _MARKS
+    how = "green" if colour else f"between {begin} and {end}"
+    lines = ["", f"The first rows of step 1; what is in the loss is {how}."]
+    for row in rows:
+        parts = list(row.parts)
+        if (more := len(parts) - _SHOWN_PARTS) > 0:
+            parts[_SHOWN_PARTS - 2 : -2] = [(f" [... {more:,} parts ...] ", False)]
+        text = "".join(f"{begin}{_shortened(text)}{end}" if in_loss else _shortened(text) for text, in_loss in parts)
+        lines += ["", f"{row.title}:", *(f"  {line}" for line in text.split("\n"))]
+    return lines
+
+
+def _shortened(text: str) -> str:
+    """Return the text of others for a terminal, without the middle of a long one."""
+    if (more := len(text) - _SHOWN_BEGIN - _SHOWN_END) > 0:
+        text = f"{text[:_SHOWN_BEGIN]} [... {more:,} characters ...] {text[-_SHOWN_END:]}"
+    return printable(text)
 
 
 def describe(config: Config, found: Preflight | None = None, predictor: SpeedPredictor | None = None) -> str:
@@ -127,7 +157,8 @@ def describe(config: Config, found: Preflight | None = None, predictor: SpeedPre
         ("policy lag", lag_plan(config, shape) if config.needs_engines else []),
         ("speed", [speed.text]),
     ]
-    title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
+    length = f"{config.steps} steps" if config.steps else _passes(config.data.passes)
+    title = f"{config.name}: {length} of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
     for label, texts in parts:
         for number, text in enumerate(texts):
@@ -255,15 +286,12 @@ def _run(config: Config, plan: BatchPlan, checkpoint: int) -> str:
     best = f" and the {kept.keep_best} with the best held-out score" if kept.keep_best else ""
     if config.batch.rows_per_step:
         passes = config.data.passes
-        amount = (
-            f"{passes:g} pass{'es' * (passes != 1)} over the rows"
-            if passes
-            else f"at most {plan.samples_in_run:,} rows"
-        )
+        amount = f"{_passes(passes)} over the rows" if passes else f"at most {plan.samples_in_run:,} rows"
     else:
         amount = f"{plan.samples_in_run:,} trajectories"
+    steps = f"{config.steps} steps = " if config.steps else ""  # counted by the check of the data
     return (
-        f"{config.steps} steps = {amount}. {_count(len(plan.checkpoints), 'checkpoint')} "
+        f"{steps}{amount}. {_count(len(plan.checkpoints), 'checkpoint')} "
         f"of about {size}; the newest {kept.keep}{best} stay in runs/{config.name}/checkpoints."
     )
 
@@ -464,6 +492,10 @@ def _weights(config: Config, shape: ModelShape) -> list[str]:
 
 def _services(replicas: int) -> str:
     return _count(replicas, "service") if replicas else "started by hand"
+
+
+def _passes(number: float) -> str:
+    return f"{number:g} pass" if number == 1 else f"{number:g} passes"
 
 
 def _count(number: int, noun: str) -> str:

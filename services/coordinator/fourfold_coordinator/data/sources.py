@@ -43,6 +43,29 @@ def read_rows(source: DataSourceConfig) -> Iterator[Row]:
     yield from itertools.islice(rows, source.size) if source.size else rows
 
 
+def count_rows(source: DataSourceConfig) -> int | None:
+    """Return about how many rows `read_rows` yields, without parsing them; None: unknown."""
+    counts = [source.size] if source.reasoning_gym else [_count(path) for path in source_files(source)]
+    total = None if None in counts else sum(filter(None, counts))
+    return min(total, source.size) if total is not None and source.size else total
+
+
+def _count(path: Path) -> int | None:
+    """Return the rows of Parquet, and the lines of other files; None for folders, JSON arrays and damaged files."""
+    try:
+        if path.suffix.lower() == ".parquet":
+            import pyarrow.parquet
+
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        with path.open("rb") as file:
+            first = file.read(_PART)
+            if first.lstrip().startswith(b"["):
+                return None
+            return first.count(b"\n") + sum(part.count(b"\n") for part in iter(lambda: file.read(_PART), b""))
+    except (OSError, ValueError):
+        return None
+
+
 def describe(source: DataSourceConfig) -> str:
     """Return the source's name for messages."""
     return source.path or f"reasoning_gym {source.reasoning_gym!r}"

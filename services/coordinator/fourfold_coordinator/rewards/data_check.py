@@ -18,6 +18,7 @@ from fourfold.plan.preflight import ExampleRow, Preflight
 
 from ..data.load_prompts import load_prompts
 from ..data.prompts import Prompt, PromptSet
+from ..rows.describe import describe_steps, describe_store, render_rows
 from ..rows.open_rows import open_rows
 from .scoring import check_scorers, scorer_names
 
@@ -64,15 +65,12 @@ def _check_rows(preflight: Preflight) -> None:
     """Encode the rows as the coordinator does, describe them, and set the steps of the passes over them."""
     config = configuration.fix_date(preflight.config, None)
     folder = model_folder.resolve(config.model.source, config.data.chat_template)
-    rows = open_rows(config, Tokenizer.load(folder, date=config.data.date))
-    for store in rows.train.stores:
+    tokenizer = Tokenizer.load(folder, date=config.data.date)
+    rows = open_rows(config, tokenizer)
+    held_out_stores = [store for held_out in rows.held_out for store in held_out.stores]
+    for store in dict.fromkeys([*rows.train.stores, *held_out_stores]):
         meta = store.meta
-        dropped = "; ".join(f"{count:,} {reason}" for reason, count in meta.dropped.items())
-        preflight.note(
-            "data",
-            f"{meta.source}: {meta.rows:,} rows of the form {meta.form}, {meta.samples:,} samples with {meta.tokens:,} "
-            f"tokens, {meta.loss_tokens / meta.tokens:.0%} of them in the loss; dropped: {dropped or 'none'}.",
-        )
+        preflight.note("data" if store in rows.train.stores else "held out", describe_store(meta))
         if meta.doubled_begins:
             preflight.warnings.append(
                 f"{meta.source}: {meta.doubled_begins:,} samples began with two begin tokens, one of which was "
@@ -85,6 +83,8 @@ def _check_rows(preflight: Preflight) -> None:
             )
     for held_out in rows.held_out:
         preflight.note("held out", f"read {held_out.name}: {len(held_out.units):,} rows.")
+    preflight.note("data", describe_steps(rows.train, config))
+    preflight.rendered = render_rows(rows.train, tokenizer)
     if rows.train.steps is not None:
         preflight.config = preflight.config.model_copy(update={"steps": rows.train.steps})
 

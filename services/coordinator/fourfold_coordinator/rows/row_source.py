@@ -109,7 +109,16 @@ class RowSource:
         if self._end is None:
             return None
         whole, rest = divmod(self._end, self._pass_units)
-        return whole * math.ceil(self._pass_units / self._rows_per_step) + math.ceil(rest / self._rows_per_step)
+        return whole * self.steps_of_pass + math.ceil(rest / self._rows_per_step)
+
+    @property
+    def steps_of_pass(self) -> int:
+        """Number of steps of one pass; 0: a mixture has no passes."""
+        return math.ceil(self._pass_units / self._rows_per_step)
+
+    def __len__(self) -> int:
+        """Return the number of units to train on."""
+        return len(self._units)
 
     @property
     def passes_done(self) -> float:
@@ -135,14 +144,19 @@ class RowSource:
         samples = [sample for position in range(first, end) for sample in self._samples_at(position, step)]
         return RowBatch(samples=tuple(samples), first_position=first, next_position=end)
 
-    def _samples_at(self, position: int, step: int) -> list[Sample]:
+    def unit_at(self, position: int) -> tuple[TokenStore, range]:
+        """Return the unit at a position of the order: its store, and the numbers of its samples there."""
         unit = int(self._units[self._order.at(position)])
         number = int(np.searchsorted(self._firsts, unit, side="right")) - 1
-        store, group_id = self.stores[number], f"s{step:07d}-{position}"
+        store = self.stores[number]
+        return store, store.samples_of(unit - int(self._firsts[number]))
+
+    def _samples_at(self, position: int, step: int) -> list[Sample]:
+        (store, numbers), group_id = self.unit_at(position), f"s{step:07d}-{position}"
         default = _DEFAULT_SCORE[READS[store.meta.form]]
         return [
             to_sample(store.sample(i), sample_id=f"{group_id}-{side}", group_id=group_id, default_score=default)
-            for side, i in enumerate(store.samples_of(unit - int(self._firsts[number])))
+            for side, i in enumerate(numbers)
         ]
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,10 +38,11 @@ from fourfold.model.conversation import ENCODING_VERSION
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.text import clean
 
-from ..data.sources import describe, read_rows, source_files
+from ..data.sources import count_rows, describe, read_rows, source_files
 from .encode import INDEX, Block, EncodingSettings, encode_block, render_block
 from .forms import Row
 from .normal import READS, Form, Reason
+from .progress import EncodingProgress
 
 FORMAT_VERSION: Final = 1
 META_FILE: Final = "meta.json"
@@ -166,8 +168,12 @@ def prepare_store(
             folder.mkdir(parents=True, exist_ok=True)
             scratch = Scratch("tokens", root=folder)
             try:
-                rows = enumerate(read_rows(source))
-                _Builder(scratch.path, settings, tokenizer, describe(source)).build(rows, digest, block_rows)
+                progress = EncodingProgress(describe(source), count_rows(source), sys.stderr)
+                builder = _Builder(scratch.path, settings, tokenizer, describe(source), progress)
+                try:
+                    builder.build(enumerate(read_rows(source)), digest, block_rows)
+                finally:
+                    progress.end()
                 try:
                     scratch.path.rename(target)
                 except OSError:
@@ -278,8 +284,11 @@ def check_labels(store: TokenStore) -> str:
 class _Builder:
     """Writes the files of a store."""
 
-    def __init__(self, folder: Path, settings: EncodingSettings, tokenizer: Tokenizer, where: str) -> None:
+    def __init__(
+        self, folder: Path, settings: EncodingSettings, tokenizer: Tokenizer, where: str, progress: EncodingProgress
+    ) -> None:
         self._folder, self._settings, self._tokenizer, self._where = folder, settings, tokenizer, where
+        self._progress = progress
         self._rows = self._samples = self._units = self._tokens = self._loss_tokens = self._longest = 0
         self._doubled = 0
         self._dropped = Counter[str]()
@@ -304,6 +313,7 @@ class _Builder:
                     rendered, block = render_block(rows_of_block, self._settings, self._tokenizer, self._where)
                     if pending is not None:
                         self._write(pending.result())
+                        self._progress.show(self._rows - len(rows_of_block))
                     pending = pool.submit(encode_block, rendered, block, self._settings, self._tokenizer, self._where)
                 if pending is not None:
                     self._write(pending.result())

@@ -1,0 +1,54 @@
+"""Shows how far the first encoding of a source is: one line that is redrawn, or without a terminal a line at times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, TextIO
+
+_FIRST_SECONDS: Final = 1.0  # a short encoding shows nothing
+_REDRAW_SECONDS: Final = 0.5
+_LINE_SECONDS: Final = 15.0
+
+
+class EncodingProgress:
+    """Rows per second and, if the number of rows is known, the share of them and the time that is left."""
+
+    def __init__(
+        self, what: str, total: int | None, out: TextIO, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin; `total` is about the number of rows of `what`, None: unknown."""
+        self._what, self._total, self._out, self._clock = what, total, out, clock
+        self._redraws = out.isatty()
+        self._began = clock()
+        self._next = self._began + _FIRST_SECONDS
+        self._width = 0
+
+    def show(self, rows: int) -> None:
+        """Show that this many rows are encoded, unless the last display is young."""
+        if (now := self._clock()) < self._next:
+            return
+        self._next = now + (_REDRAW_SECONDS if self._redraws else _LINE_SECONDS)
+        rate = rows / (now - self._began)
+        text = f"encoding {self._what}: {rows:,} rows, {rate:,.0f} rows/s"
+        if self._total and rows <= self._total:
+            left = (self._total - rows) / rate if rate else 0.0
+            text += f", {rows / self._total:.0%}, {left:,.0f} s left"
+        if self._redraws:
+            self._write("\r" + text.ljust(self._width))
+            self._width = len(text)
+        else:
+            self._write(text + "\n")
+
+    def end(self) -> None:
+        """Remove the line from the terminal."""
+        if self._width:
+            self._write("\r" + " " * self._width + "\r")
+            self._width = 0
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError:  # the terminal has gone; the rows are encoded without a display
+            self._next = float("inf")

@@ -33,7 +33,7 @@ class RewardModelConfig(Table):
     """A reward model of Hugging Face, `model = {...}`: AutoModelForSequenceClassification with one label."""
 
     source: str = Field(min_length=1)
-    """Folder of the model, relative to the working directory, or `hf:OWNER/NAME`."""
+    """Folder of the model, relative to the working directory, `hf:OWNER/NAME`, or `run:NAME` as in `model.source`."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda: each replica has `gpus_per_replica` GPUs."""
     own_gpus: bool = False

@@ -58,7 +58,8 @@ class ModelConfig(Table):
 
     source: str
     """Hugging Face model folder, relative to the working directory; `hf:OWNER/NAME`, a model of the Hugging Face Hub,
-    with `@REVISION` if it is not the newest; or `builtin:NAME` (`fourfold.model.folder`)."""
+    with `@REVISION` if it is not the newest; `run:NAME`, the export of an earlier run in `runs/`, or of a step of it,
+    `run:NAME@STEP` or `run:NAME@best`; or `builtin:NAME` (`fourfold.model.folder`)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in the forward passes. The optimizer's masters are float32."""
     head_dtype: Literal["", "float32"] = ""

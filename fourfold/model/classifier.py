@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.model.folder import local_folder, read_json, tensor_entries
+from fourfold.model import runs
+from fourfold.model.folder import local_folder, read_json, resolve, tensor_entries
 from fourfold.model.tokenizer import tokenizer_sha256
 
 _KEY: Final = "reward.model.source"
@@ -51,13 +52,15 @@ class ClassifierFolder:
         """Check a folder.
 
         Args:
-            source: path of the folder or `hf:OWNER/NAME`, as `reward.model.source`.
+            source: path of the folder, `hf:OWNER/NAME` or `run:NAME`, as `reward.model.source`.
 
         Raises:
             ConfigError: the folder or a file of it is missing, the weights are pickles only, the model has code of its
                 own, is no sequence classifier, or has more than one label.
         """
-        path = local_folder(source, _KEY)
+        # The folder that an expected run begins with may be that of a language model.
+        expected = runs.is_expected(source, _KEY)
+        path = resolve(source, key=_KEY) if expected else local_folder(source, _KEY)
         if not path.is_dir():
             raise ConfigError(
                 f"{_KEY} = {source!r}: no such folder ({path.absolute()}); give a Hugging Face model folder, or "
@@ -75,7 +78,8 @@ class ClassifierFolder:
         config = read_json(path / "config.json")
         shapes = {name: entry.shape for name, entry in tensor_entries(path).items()}
         folder = cls(path=path.resolve(), config=config, shapes=shapes)
-        folder._check(source)
+        if not expected:
+            folder._check(source)
         return folder
 
     def _check(self, source: str) -> None:
@@ -129,20 +133,25 @@ class ClassifierFolder:
         return min(limits, default=None)
 
     def digest(self, *more: str) -> str:
-        """Return 12 hex digits that change with the weights, config.json, the tokenizer and `more`.
+        """Return 12 hex digits that change with the weights, config.json, the tokenizer and `more`."""
+        return folder_digest(self.path, *more)[:12]
 
-        It reads all files once, several at a time: about as fast as the disk.
-        """
-        files = sorted(self.path.glob("*.safetensors"))
-        with ThreadPoolExecutor(max_workers=_HASH_THREADS) as threads:
-            sums = list(threads.map(_sha256, files))
-        parts = [
-            *(name.encode() for name in more),
-            (self.path / "config.json").read_bytes(),
-            tokenizer_sha256(self.path),
-            *(part for file, digest in zip(files, sums, strict=True) for part in (file.name.encode(), digest)),
-        ]
-        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:12]
+
+def folder_digest(path: Path, *more: str) -> str:
+    """Return the SHA-256 (64 hex digits) of weights, config.json and tokenizer of a model folder, and of `more`.
+
+    It reads all files once, several at a time: about as fast as the disk. Raises OSError: a file cannot be read.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    with ThreadPoolExecutor(max_workers=_HASH_THREADS) as threads:
+        sums = list(threads.map(_sha256, files))
+    parts = [
+        *(name.encode() for name in more),
+        (path / "config.json").read_bytes(),
+        tokenizer_sha256(path),
+        *(part for file, digest in zip(files, sums, strict=True) for part in (file.name.encode(), digest)),
+    ]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def _sha256(file: Path) -> bytes:

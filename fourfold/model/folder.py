@@ -1,8 +1,8 @@
 """Finds the model folder of a recipe's `model.source`, and reads the sizes of the model without loading it.
 
 A source is a Hugging Face model folder; `hf:OWNER/NAME`, a model of the Hugging Face Hub (`fourfold.hub`), which is
-downloaded once; or `builtin:NAME`: a GGUF model inside a Python package, which is converted once into a Hugging Face
-model folder in ~/.cache/fourfold/models/.
+downloaded once; `run:NAME`, the export of an earlier run (`fourfold.model.runs`); or `builtin:NAME`: a GGUF model
+inside a Python package, which is converted once into a Hugging Face model folder in ~/.cache/fourfold/models/.
 
 This module imports no tensor library: the conversion runs in a child process, and sizes come from file headers.
 """
@@ -31,6 +31,7 @@ from typing import Any, Final
 from fourfold import hub
 from fourfold.errors import ConfigError
 from fourfold.install import find_tool, install_command
+from fourfold.model import runs
 from fourfold.paths import expand_home
 
 _KEY: Final = "model.source"  # of the recipe, in messages
@@ -111,10 +112,10 @@ _SMOLLM2: Final = Builtin(
 BUILTINS: Final = {_SMOLLM2.name: _SMOLLM2}
 
 
-def resolve(source: str, chat_template: str = "") -> Path:
+def resolve(source: str, chat_template: str = "", *, key: str = _KEY) -> Path:
     """Return the model folder of a source. A built-in model is converted first, once per machine and user.
 
-    If several processes call this at once, one of them converts, and the others wait.
+    If several processes call this at once, one of them converts, and the others wait. Messages name `key`.
 
     Args:
         source: as a recipe's `model.source`.
@@ -124,7 +125,7 @@ def resolve(source: str, chat_template: str = "") -> Path:
     Raises:
         ConfigError: the folder or built-in model does not exist, a file is missing, or the conversion failed.
     """
-    folder = _resolve(source)
+    folder = _resolve(source, key)
     return _with_template(folder, chat_template) if chat_template else folder
 
 
@@ -157,17 +158,17 @@ def _with_template(folder: Path, path: str) -> Path:
     return target
 
 
-def _resolve(source: str) -> Path:
-    builtin = _builtin_of(source)
+def _resolve(source: str, key: str) -> Path:
+    builtin = _builtin_of(source, key)
     if builtin is None:
-        return _existing_folder(source).resolve()
+        return _existing_folder(source, key).resolve()
     folder = cache_folder(builtin)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(folder.name + ".lock")):
             if not folder.is_dir():  # another process may have converted it meanwhile
                 _convert(builtin, folder)
-    return _checked_folder(folder, source)
+    return _checked_folder(folder, source, key)
 
 
 def check(source: str, key: str = _KEY) -> None:
@@ -291,6 +292,7 @@ def _models_cache() -> Path:
 
 def _builtin_of(source: str, key: str = _KEY) -> Builtin | None:
     """Return the built-in model of a source; None if the source is a folder."""
+    source = runs.begins_with(source, key)
     if not source.startswith(BUILTIN_PREFIX):
         return None
     if (builtin := BUILTINS.get(source.removeprefix(BUILTIN_PREFIX))) is None:
@@ -357,8 +359,12 @@ def _locked(path: Path) -> Iterator[None]:
 def local_folder(source: str, key: str) -> Path:
     """Return the folder of a source that is not built in; a model of the hub is downloaded at its first use.
 
-    Messages name `key` of the recipe. Raises ConfigError: the hub has no such model, or this machine no such user.
+    Messages name `key` of the recipe. Raises ConfigError: the hub has no such model, or this machine no such user; or
+    see `runs.export_folder`.
     """
+    source = runs.begins_with(source, key)
+    if source.startswith(runs.PREFIX):
+        return runs.export_folder(source, key)
     if source.startswith(hub.PREFIX):
         return hub.model_folder(source)
     return expand_home(source, f"{key} = {source!r}")

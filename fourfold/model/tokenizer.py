@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from fourfold import hub
 from fourfold.errors import ConfigError, InvalidInput
+from fourfold.model import runs
 from fourfold.model.folder import BUILTIN_PREFIX, TEMPLATE_FILE, read_template, resolve
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Tokenizer:
         """Read the tokenizer and the chat template of a model.
 
         Args:
-            source: model folder, "hf:OWNER/NAME" or "builtin:NAME", as a recipe's `model.source`.
+            source: model folder, "hf:OWNER/NAME", "run:NAME" or "builtin:NAME", as a recipe's `model.source`.
             date: that the chat template writes, as a recipe's `data.date`; empty: that of each rendering.
 
         Raises:
@@ -167,7 +168,7 @@ class Tokenizer:
 
         from fourfold.model.token_bytes import TokenBytes
 
-        is_name = isinstance(source, str) and source.startswith((BUILTIN_PREFIX, hub.PREFIX))
+        is_name = isinstance(source, str) and source.startswith((BUILTIN_PREFIX, hub.PREFIX, runs.PREFIX))
         folder = resolve(str(source)) if is_name else Path(source)
         data = _bytes(folder / "tokenizer.json")
         try:

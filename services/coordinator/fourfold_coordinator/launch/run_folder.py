@@ -30,6 +30,7 @@ from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import make_private_folder
 from fourfold.host.program import resume_command
+from fourfold.model import runs
 from fourfold.text import clean, nearest_name
 
 from ..state.ledger import Progress, read_progress
@@ -77,13 +78,15 @@ def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[
 
 
 def pin_sources(value: Any, key: str = "") -> Any:
-    """Return tables of a recipe in which each model and data set of the hub has its commit."""
+    """Return tables of a recipe in which models and data sets of the hub have their commits, and `@best` its step."""
     if isinstance(value, Mapping):
         return {name: pin_sources(entry, name) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [pin_sources(entry, key) for entry in value]
     if key in ("source", "path") and isinstance(value, str) and value.startswith(hub.PREFIX):
         return hub.pin(value, "model" if key == "source" else "dataset")
+    if key == "source" and isinstance(value, str) and value.startswith(runs.PREFIX):
+        return runs.pin(value, key)
     return value
 
 

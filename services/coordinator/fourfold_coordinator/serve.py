@@ -60,6 +60,7 @@ from .data.load_prompts import load_prompts
 from .data.prompts import PromptSet
 from .launch.run_folder import is_finished, locked, read_stop_reason, write_stop_reason
 from .launch.run_names import ADDRESS_FILE, CONFIG_FILE, COORDINATOR_LOCK, DEATH_VARIABLE, LEDGER_FILE, REPORT_FILE
+from .reporting.lineage import keep_lineage, read_lineage
 from .reporting.metrics_source import RunSource
 from .reporting.run_files import RunFileServicer
 from .reporting.run_service import RunServicer
@@ -330,7 +331,9 @@ class Coordinator:
             config_file = self._folder / CONFIG_FILE
             history = RecipeHistory(ledger, self._disk, config_file, self._recipe, self._assignments)
             rows = None if self._config.needs_engines else await self._open_rows(ledger, history)
+            lineage = asyncio.create_task(self._record_lineage(ledger))  # while services load the same files
             context = await self._assemble(ledger, experiences, totals, history)
+            await lineage
             gc.collect()
             gc.freeze()  # exclude modules and prompts, which live as long as the process
             gc.set_threshold(*_GC_THRESHOLDS)
@@ -446,6 +449,12 @@ class Coordinator:
             probe_ids=self._probe_ids(prompts),
             status=self._weight_status,
         )
+
+    async def _record_lineage(self, ledger: Ledger) -> None:
+        """Store the digests of the models that the run begins with; raise ConfigError if they have changed."""
+        if not self._evaluate:
+            found = await asyncio.to_thread(read_lineage, self._config)
+            await self._disk.write(keep_lineage, ledger, found)
 
     async def _open_rows(self, ledger: Ledger, history: RecipeHistory) -> OpenRows:
         """Open the rows to train on; raise ConfigError when they cannot be used, or the run began with others."""

@@ -15,6 +15,8 @@ report.json (times in seconds, sizes in bytes):
     eval_before, eval_after      {"step", "score", "half_width", "interval", "n", "missing", "sets"} or null; intervals
                                  of 95 %, clustered by task group; each of the sets as in `state/eval_results.py`
     evals                        all of them
+    began_from                   models that the run began with: {part: {"source", "sha256", "run", "began_from"}}; the
+                                 last two if a run exported the model (`reporting/lineage.py`)
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
     asynchrony                   null if asynchrony.max_policy_lag was always 0, else: max_policy_lag at the end;
@@ -59,6 +61,7 @@ from .diagnosis import summarize_findings
 from .run_totals import RunTotals
 
 FIRST_STEP = "first_step"
+BEGAN_FROM = "began_from"
 
 # Title and metric of each small panel. Panels without values are left out.
 _PANELS: Final = (
@@ -186,6 +189,7 @@ def build(
         "eval_before": _eval(before),
         "eval_after": _eval(after),
         "evals": [_eval(row) for row in evals],
+        "began_from": json.loads(ledger.get(BEGAN_FROM) or "{}"),
         "first_step": json.loads(ledger.get(FIRST_STEP) or "{}"),
         "asynchrony": _asynchrony(config, steps),
         "skipped_steps": sum(bool(step.skipped_reason) for step in steps),

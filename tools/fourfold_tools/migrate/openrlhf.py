@@ -34,39 +34,51 @@ def _groups() -> list[Flag]:
     return rows
 
 
-def _optimizer(prefix: str, to: str, rate: float) -> list[Flag]:
-    critic = prefix == "critic"
-    actor_only = "no equivalent: the critic has the optimizer, betas and momentum of the policy"
-    shared = ("", actor_only) if critic else None
-    name = "critic" if critic else "actor"
-    rows = [
-        row(f"{name}.optim", "text", "adam", *(shared or ("trainer.optimizer", "adam: adamw. muon: muon")),
-             values=("adam", "muon")),
-        row(f"{name}.muon.lr", "float", 0.02, "",
-             "no equivalent: a Muon update has the size of an AdamW update, so adam.lr is the rate of all parameters"),
-        row(f"{name}.muon.momentum", "float", 0.95, *(shared or ("trainer.muon_momentum", "with optim muon"))),
-        row(f"{name}.muon.ns_steps", "int", 5, "", "not needed: 5 Newton-Schulz steps, which DeepSpeed uses as well"),
-        row(f"{name}.muon.nesterov", "bool", True, "", "not needed: always with Nesterov momentum, as in DeepSpeed"),
-        row(f"{name}.muon.no_nesterov", "bool", False, "",
-             "no equivalent: always with Nesterov momentum; DeepSpeed ignores this flag, too"),
-        row(f"{name}.adam.lr", "float", rate, f"{to}.learning_rate",
-             older="critic_learning_rate" if critic else "actor_learning_rate"),
-        row(f"{name}.adam.betas", "pair", (0.9, 0.95), *(shared or ("trainer.adam_betas",)),
-             older="" if critic else "adam_betas"),
-        row(f"{name}.adam.eps", "float", 1e-8, "", "not needed: AdamW's epsilon is 1e-8"),
-        row(f"{name}.adam.weight_decay", "float", 0.0, f"{to}.weight_decay", older="" if critic else "l2"),
-        row(f"{name}.lr_scheduler", "text", "cosine_with_min_lr", f"{to}.schedule",
-             "constant, constant_with_warmup, linear, cosine, cosine_with_min_lr",
-             older="" if critic else "lr_scheduler"),
-        row(f"{name}.lr_warmup_ratio", "float", 0.03, f"{to}.warmup_steps",
-             "share x steps, rounded up; 0 with constant",
-             older="" if critic else "lr_warmup_ratio"),
-        row(f"{name}.min_lr_ratio", "float", 0.1, f"{to}.final_learning_rate_share",
-             "with cosine_with_min_lr, else 0"),
-        row(f"{name}.max_norm", "float", 1.0, f"{to}.max_grad_norm", "0 (no clipping): 1e9",
-             older="" if critic else "max_norm"),
+def model_rows(prefix: str) -> list[Flag]:
+    """Return the flags of the model that is trained; `prefix` is `actor.`, or `model.` for the trainers of rows."""
+    return [
+        row(f"{prefix}model_name_or_path", "text", None, "model.source", "a name of the hub: hf:NAME",
+             older="pretrain"),
+        row(f"{prefix}gradient_checkpointing_enable", "bool", False, "trainer.gradient_checkpointing",
+             older="gradient_checkpointing"),
+        row(f"{prefix}gradient_checkpointing_reentrant", "bool", False, "",
+             "not needed: an implementation detail of torch", older="gradient_checkpointing_use_reentrant"),
+        row(f"{prefix}aux_loss_coef", "float", 0.0, "trainer.router_aux_loss_coef", older="aux_loss_coef"),
     ]  # fmt: skip
-    return rows
+
+
+def optimizer_rows(prefix: str, to: str, rate: float) -> list[Flag]:
+    """Return the flags of an optimizer; `prefix` is `actor.`, `critic.`, or empty for the trainers of rows."""
+    critic = prefix == "critic."
+    shared = ("", "no equivalent: the critic has the optimizer, betas and momentum of the policy") if critic else None
+    once_shared = prefix == "actor."  # before the names had dots, these flags were for policy and critic
+    return [
+        row(f"{prefix}optim", "text", "adam", *(shared or ("trainer.optimizer", "adam: adamw. muon: muon")),
+             values=("adam", "muon")),
+        row(f"{prefix}muon.lr", "float", 0.02, "",
+             "no equivalent: a Muon update has the size of an AdamW update, so adam.lr is the rate of all parameters"),
+        row(f"{prefix}muon.momentum", "float", 0.95, *(shared or ("trainer.muon_momentum", "with optim muon"))),
+        row(f"{prefix}muon.ns_steps", "int", 5, "", "not needed: 5 Newton-Schulz steps, which DeepSpeed uses as well"),
+        row(f"{prefix}muon.nesterov", "bool", True, "", "not needed: always with Nesterov momentum, as in DeepSpeed"),
+        row(f"{prefix}muon.no_nesterov", "bool", False, "",
+             "no equivalent: always with Nesterov momentum; DeepSpeed ignores this flag, too"),
+        row(f"{prefix}adam.lr", "float", rate, f"{to}.learning_rate",
+             older=f"{prefix.replace('.', '_')}learning_rate"),
+        row(f"{prefix}adam.betas", "pair", (0.9, 0.95), *(shared or ("trainer.adam_betas",)),
+             older="" if critic else "adam_betas"),
+        row(f"{prefix}adam.eps", "float", 1e-8, "", "not needed: AdamW's epsilon is 1e-8"),
+        row(f"{prefix}adam.weight_decay", "float", 0.0, f"{to}.weight_decay", older="" if critic else "l2"),
+        row(f"{prefix}lr_scheduler", "text", "cosine_with_min_lr", f"{to}.schedule",
+             "constant, constant_with_warmup, linear, cosine, cosine_with_min_lr",
+             older="lr_scheduler" if once_shared else ""),
+        row(f"{prefix}lr_warmup_ratio", "float", 0.03, f"{to}.warmup_steps",
+             "share x steps, rounded up; 0 with constant",
+             older="lr_warmup_ratio" if once_shared else ""),
+        row(f"{prefix}min_lr_ratio", "float", 0.1, f"{to}.final_learning_rate_share",
+             "with cosine_with_min_lr, else 0"),
+        row(f"{prefix}max_norm", "float", 1.0, f"{to}.max_grad_norm", "0 (no clipping): 1e9",
+             older="max_norm" if once_shared else ""),
+    ]  # fmt: skip
 
 
 _PLACEMENT: Final = [
@@ -175,18 +187,12 @@ _ALGORITHM: Final = [
          "None: eps_clip twice", older="eps_clip_low_high"),
     row("actor.dual_clip", "float", None, "algorithm.loss.dual_clip", "None: 0. Not with gspo", older="dual_clip"),
     row("actor.entropy_coef", "float", None, "algorithm.entropy_coef", "None: 0", older="entropy_loss_coef"),
-    row("actor.aux_loss_coef", "float", 0.0, "trainer.router_aux_loss_coef", older="aux_loss_coef"),
 ]  # fmt: skip
 
 _MODELS: Final = [
-    row("actor.model_name_or_path", "text", None, "model.source",
-         "a name of the hub: hf:NAME", older="pretrain"),
-    row("actor.gradient_checkpointing_enable", "bool", False, "trainer.gradient_checkpointing",
-         older="gradient_checkpointing"),
-    row("actor.gradient_checkpointing_reentrant", "bool", False, "", "not needed: an implementation detail of torch",
-         older="gradient_checkpointing_use_reentrant"),
+    *model_rows("actor."),
     row("actor.freeze_visual_encoder", "bool", False, "", _NO_VISION, older="freeze_visual_encoder"),
-    *_optimizer("actor", "trainer", 1e-6),
+    *optimizer_rows("actor.", "trainer", 1e-6),
     row("critic.model_name_or_path", "text", None, "critic.source",
          "None: the reward model if there is one, else the policy's; only with gae", older="critic_pretrain"),
     row("critic.value_clip", "float", 0.5, "critic.value_clip", "with gae", older="value_clip"),
@@ -194,7 +200,7 @@ _MODELS: Final = [
          older="freezing_actor_steps"),
     row("critic.save_value_network", "bool", False, "", "not needed: a run exports its critic, too",
          older="save_value_network"),
-    *_optimizer("critic", "critic", 9e-6),
+    *optimizer_rows("critic.", "critic", 9e-6),
     row("ref.offload", "bool", False, "",
          "no equivalent: each reference service holds a whole model; use fewer reference.replicas",
          older="ref_reward_offload"),
@@ -317,16 +323,6 @@ _LOGGING: Final = [
     row("logger.tensorboard_dir", "text", None, "logging.sinks, logging.tensorboard_dir", "tensorboard",
          older="use_tensorboard"),
 ]  # fmt: skip
-
-SINKS: Final = {"tensorboard": "logger.tensorboard_dir", "wandb": "logger.wandb.key"}
-"""The flag of each tracker."""
-LOGGING_KEYS: Final = {
-    "logging.tensorboard_dir": "logger.tensorboard_dir",
-    "logging.wandb_entity": "logger.wandb.org",
-    "logging.group": "logger.wandb.group",
-    "logging.project": "logger.wandb.project",
-}
-"""The flag of each key, if there is a tracker."""
 
 # Flags that newer versions have no more.
 _REMOVED: Final = [

@@ -9,10 +9,11 @@ from typing import Final
 from fourfold.config import PRESETS
 from fourfold.errors import ConfigError
 from fourfold_tools.migrate import common
+from fourfold_tools.migrate import openrlhf_shared as shared
 from fourfold_tools.migrate.common import Options
 from fourfold_tools.migrate.draft import Draft
 from fourfold_tools.migrate.flags import parse_arguments
-from fourfold_tools.migrate.openrlhf import LOGGING_KEYS, SINKS, TABLE
+from fourfold_tools.migrate.openrlhf import TABLE
 from fourfold_tools.migrate.shell import read_command
 
 _PROGRAM: Final = re.compile(r"(openrlhf\.cli\.|openrlhf/cli/|^)train_ppo_ray(\.py)?$")
@@ -98,13 +99,7 @@ def _lengths_and_batch(draft: Draft, options: Options) -> None:
 
 def _micro_batches(draft: Draft, context: int) -> None:
     flags = draft.flags
-    ring = flags["ds.ring_attn_size"]
-    draft.set("trainer.sequence_parallel_size", ring, "ds.ring_attn_size")
-    if ring > 1:
-        draft.check(
-            f"trainer.sequence_parallel_size = {ring} is Ulysses in place of ring attention; it must divide the "
-            f"attention heads of the model, which `fourfold plan` checks"
-        )
+    ring = shared.sequence_parallel(draft)
     dynamic = flags["train.dynamic_batch_enable"]
     reference_names = ["rollout.micro_batch_size"]
     wanted = flags["rollout.micro_batch_size"] * context
@@ -148,30 +143,11 @@ def _steps_and_rates(draft: Draft, options: Options) -> None:
             f"steps = {count}: the prompts that dynamic filtering replaces come from the same pass over the data in "
             f"OpenRLHF, so that it makes fewer steps; here a step always is one step"
         )
-    prefixes = {"actor": "trainer"} | ({"critic": "critic"} if _has_critic(draft) else {})
-    for prefix, table in prefixes.items():
-        kind = flags[f"{prefix}.lr_scheduler"]
-        common.schedule(
-            draft,
-            table,
-            kind,
-            [f"{prefix}.lr_scheduler"],
-            warmup=common.warmup_steps(flags[f"{prefix}.lr_warmup_ratio"], count),
-            warmup_names=[f"{prefix}.lr_warmup_ratio"],
-            final=flags[f"{prefix}.min_lr_ratio"] if kind == "cosine_with_min_lr" else 0.0,
-            final_names=[f"{prefix}.min_lr_ratio"],
-        )
-        common.gradient_limit(draft, f"{table}.max_grad_norm", flags[f"{prefix}.max_norm"], f"{prefix}.max_norm")
-    muon = flags["actor.optim"] == "muon"
-    draft.set("trainer.optimizer", "muon" if muon else "adamw", "actor.optim")
-    if muon:
-        draft.set("trainer.muon_momentum", flags["actor.muon.momentum"], "actor.muon.momentum")
-        draft.check(
-            f"trainer.learning_rate = {flags['actor.adam.lr']} is that of AdamW: a Muon update has the size of an "
-            f"AdamW update here, where OpenRLHF has a rate of its own for Muon ({flags['actor.muon.lr']})"
-        )
-    else:
-        draft.leave("not needed without muon", "actor.muon.momentum")
+    shared.rates(draft, "actor.", "trainer", count)
+    if _has_critic(draft):
+        shared.rates(draft, "critic.", "critic", count)
+    shared.optimizer(draft, "actor.")
+    shared.deepspeed(draft)
 
 
 def _algorithm(draft: Draft, options: Options) -> None:
@@ -461,51 +437,14 @@ def _reference(draft: Draft) -> None:
         )
 
 
-def _deepspeed(draft: Draft, options: Options) -> None:
-    flags = draft.flags
-    dtype, names = flags["ds.param_dtype"], ["ds.param_dtype"]
-    if flags["bf16"]:
-        names.append("bf16")
-    draft.set("model.dtype", "float32" if dtype == "fp32" else "bfloat16", *names)
-    if dtype == "fp16":
-        draft.check("model.dtype = bfloat16: float16 has no equivalent")
-    draft.set("trainer.zero_stage", max(flags["ds.zero_stage"], 1), "ds.zero_stage")
-    hpz = flags["ds.zpg"]
-    if flags["ds.zero_stage"] == 3:
-        draft.set("trainer.zero_hpz_partition_size", hpz, "ds.zpg")
-    else:
-        draft.leave("not needed below ZeRO stage 3", "ds.zpg")
-    offload = flags["ds.adam_offload"]
-    draft.set("trainer.offload", "optimizer" if offload else "none", "ds.adam_offload")
-    if flags["ds.tensor_parallel_size"] > 1:
-        draft.check(
-            "ds.tensor_parallel_size has no equivalent: set trainer.zero_stage = 3, which divides the model, too"
-        )
-    if flags["ds.load_in_4bit"]:
-        draft.check("model.dtype: 4-bit weights have no equivalent; the memory of `fourfold plan` is that of bfloat16")
-    if flags["ds.lora.rank"]:
-        draft.set("trainer.lora.alpha", float(flags["ds.lora.alpha"]), "ds.lora.alpha")
-        draft.set("trainer.lora.target_modules", list(flags["ds.lora.target_modules"]), "ds.lora.target_modules")
-        if flags["ds.lora.dropout"]:
-            draft.check("trainer.lora: there is no dropout, which would make log-probabilities random")
-    else:
-        draft.leave("not needed without lora.rank", "ds.lora.alpha", "ds.lora.target_modules")
-
-
 def _data(draft: Draft, options: Options) -> None:
     flags = draft.flags
     common.model(draft, "model.source", flags["actor.model_name_or_path"], "actor.model_name_or_path")
-    sources = [part.strip() for part in (flags["data.prompt_dataset"] or "").split(",") if part.strip()]
-    weights = common.weights(draft, flags["data.prompt_probs"] or "", len(sources))
-    text, size = flags["data.input_template"], "data.max_samples"
+    text = flags["data.input_template"]
     template = common.template(draft, text, flags["data.input_key"]) if text else None
-    common.sources(draft, "data.train", [
-        {
-            "path": (path, "data.prompt_dataset"), "split": (flags["data.prompt_split"], "data.prompt_split"),
-            "weight": (weights[number], "data.prompt_probs"), "template": (template, "data.input_template"),
-            "size": (flags[size] if flags.given(size) else None, size),
-        } for number, path in enumerate(sources)
-    ])  # fmt: skip
+    if not template:
+        draft.leave("no equivalent of this template; see the points to check", "data.input_template")
+    shared.train_sources(draft, "data.prompt_dataset", "data.prompt_probs", "data.prompt_split", template)
     if flags["data.max_images_per_prompt"]:
         draft.check("model.source: images are not supported; this recipe trains on the text of the prompts alone")
     if flags["rollout.top_p"] < 1:
@@ -533,13 +472,7 @@ def _evaluation(draft: Draft, options: Options) -> None:
     else:
         reason = "not needed: the command makes no evaluations (eval.dataset and eval.steps)"
         draft.leave(reason, *(name for name in TABLE if name.startswith("eval.")), "ckpt.best_metric_key")
-    every = flags["ckpt.save_steps"]
-    draft.set(
-        "checkpoint.every_steps", every if every > 0 else 10, "ckpt.save_steps",
-        note="" if every > 0 else "OpenRLHF writes none; a run here can always be resumed",
-    )  # fmt: skip
-    draft.set("checkpoint.export_every_steps", max(every, 0) if flags["ckpt.save_hf"] else 0, "ckpt.save_hf")
-    common.trackers(draft, {sink: flag for sink, flag in SINKS.items() if flags[flag]}, LOGGING_KEYS)
+    shared.checkpoints_and_trackers(draft)
 
 
 def _asynchrony_and_agents(draft: Draft, options: Options) -> None:
@@ -591,7 +524,6 @@ _RULES: Final[tuple[Callable[[Draft, Options], None], ...]] = (
     _reward,
     _critic,
     _placement,
-    _deepspeed,
     _data,
     _evaluation,
     _asynchrony_and_agents,

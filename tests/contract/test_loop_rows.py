@@ -18,6 +18,7 @@ from fourfold.plan.preflight import Preflight
 from fourfold.sample import Sample
 from fourfold_coordinator.launch.fleet import services_of
 from fourfold_coordinator.rewards.data_check import check_data
+from fourfold_coordinator.rows.row_source import RowBatch, RowSource
 from tests.fakes.stage import Stage, hang_in_step, successor, until
 from tests.fakes.toy import Member, make_config
 from tests.fakes.toy_trainer import FakeTrainer
@@ -110,6 +111,26 @@ async def test_each_row_is_trained_once_per_pass(make_rows: Callable[..., RowSta
     ledger = stage.ledger()
     assert [row.data_position for row in ledger.steps()] == [4, 8, 10, 14, 18, 20] and not ledger.counts()
     ledger.close()
+    await stage.close()
+
+
+async def test_the_rows_of_the_next_step_are_read_while_the_trainer_works(
+    make_rows: Callable[..., RowStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, read, take = make_rows(), list[int](), RowSource.take
+
+    def note(rows: RowSource, step: int) -> RowBatch | None:
+        read.append(step)
+        return take(rows, step)
+
+    async def wait(step: int) -> None:
+        await until(lambda: step + 1 in read)
+
+    monkeypatch.setattr(RowSource, "take", note)
+    stage.trainer.on_train = wait
+    await stage.start()
+    assert await stage.finish() == 0
+    assert read == [1, 2, 3, 4, 5, 6, 7], "each once; after the last step there are none"
     await stage.close()
 
 

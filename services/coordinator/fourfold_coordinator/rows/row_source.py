@@ -163,15 +163,18 @@ class RowSource:
 def to_sample(stored: StoredSample, *, sample_id: str, group_id: str, default_score: float | None) -> Sample:
     """Return a stored sample as one for the trainer: without log-probabilities and versions, as no engine sampled it.
 
-    `action_mask` is 1 from the first token of the loss on. The score is the row's weight, margin or label.
+    `action_mask` is 1 from the first token of the loss on. The score is the row's weight, margin or label. The arrays
+    are copies, so that the disk is read here, in a thread, and not by the event loop while it sends the batch.
     """
+    loss_mask = stored.loss_mask.copy()
+    action_mask = np.arange(len(loss_mask)) >= stored.prompt_length
     return Sample(
         sample_id=sample_id,
         group_id=group_id,
-        token_ids=stored.token_ids,
+        token_ids=stored.token_ids.copy(),
         behavior_logprobs=EMPTY_FLOATS,
-        action_mask=np.arange(len(stored.token_ids)) >= stored.prompt_length,
-        loss_mask=stored.loss_mask,
+        action_mask=action_mask,
+        loss_mask=loss_mask,
         version_spans=(),
         temperature=1.0,
         score=default_score if stored.value is None else stored.value,

@@ -265,8 +265,7 @@ class TrainingLoop:
     async def _train_once(
         self, replica: Replica, step: int, batch: StepBatch, on_sent: Callable[[], None]
     ) -> TrainStepResponse:
-        sent = _notify_end(batch.experiences(), on_sent)
-        response = await replica.trainer.train_step(step, sent, timeout=self.timeout)
+        response = await replica.trainer.train_step(step, _and_then(batch.experiences(), on_sent), timeout=self.timeout)
         before = self.session.policy_version
         if not before <= response.policy_version <= before + 1:  # a step makes at most one version
             text = f"TrainStep: policy_version {response.policy_version} after {before}; it must be {before} or 1 more"
@@ -280,6 +279,7 @@ class TrainingLoop:
         # removes the lines of an untrained step.
         if batch.groups:
             await self.disk.write_in_thread(append_samples, self.context, step, batch.trajectories())
+        await self.source.look_ahead(step + 1)
         return await asyncio.to_thread(self.source.metrics, batch, policy_version=self.broker.version)
 
     async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:
@@ -374,7 +374,7 @@ class TrainingLoop:
             return await self.session.call("ExportModel", lambda r: r.trainer.export_model(name, **kwargs))
 
 
-def _notify_end(items: Iterator[T], on_end: Callable[[], None]) -> Iterator[T]:
+def _and_then(items: Iterator[T], on_end: Callable[[], None]) -> Iterator[T]:
     """Yield the items; call `on_end` after the last one."""
     yield from items
     on_end()

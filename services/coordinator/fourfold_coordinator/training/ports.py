@@ -75,6 +75,9 @@ class StepSource(Protocol):
     async def take(self, step: int) -> StepBatch:
         """Wait for the batch of a step, and take it; raise WrongState if there is nothing to train on."""
 
+    async def look_ahead(self, step: int) -> None:
+        """Prepare the batch of a step while the one before it is trained, if no engine makes it."""
+
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Note that the batch that was taken last is trained, and that engines sample `version`; wake `run`.
 

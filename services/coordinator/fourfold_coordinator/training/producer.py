@@ -114,6 +114,9 @@ class GroupProducer:
         """Whether groups are in generation or scoring."""
         return self._running > 0
 
+    async def look_ahead(self, step: int) -> None:
+        """Do nothing: `run` makes groups in advance, as far as the lag limit allows."""
+
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """See `StepSource`. The loop calls it when the engines sample, and again at the end of a step.
 

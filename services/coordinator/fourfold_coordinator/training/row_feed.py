@@ -1,4 +1,7 @@
-"""Feeds the training loop with rows of data, which no engine samples."""
+"""Feeds the training loop with rows of data, which no engine samples.
+
+The rows of the next step are read while the trainer works: random reads of a large store would else be waited for.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import numpy as np
 from fourfold import metrics as m
 from fourfold.config.schema import AsynchronyConfig
 from fourfold.errors import WrongState
+from fourfold.host.cancellation import completed
 
-from ..rows.row_source import RowSource
+from ..rows.row_source import RowBatch, RowSource
 from ..state.run_position import RunPosition
 from ..state.samples import StepBatch
 
@@ -21,11 +25,13 @@ class RowFeed:
 
     def __init__(self, rows: RowSource) -> None:
         self._rows = rows
+        self._position, self._passes = rows.position, rows.passes_done
+        self._ahead: dict[int, RowBatch | None] = {}  # the next step, if its rows have been read
 
     @property
     def data_position(self) -> int:
-        """Number of rows that were taken, over all passes."""
-        return self._rows.position
+        """Number of rows that were taken, over all passes. Rows that were only read in advance do not count."""
+        return self._position
 
     @property
     def running(self) -> bool:
@@ -33,25 +39,33 @@ class RowFeed:
         return False
 
     async def run(self) -> None:
-        """Return at once: there is nothing to make in advance."""
+        """Return at once: `look_ahead` reads rows in advance, when the batch before them has been sent."""
 
     async def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
         """Continue with the row after those that were trained."""
-        self._rows.position = position.next_position
+        self._ahead.clear()
+        self._rows.position = self._position = position.next_position
 
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Do nothing: no sample waits for new weights."""
 
+    async def look_ahead(self, step: int) -> None:
+        """Read the rows of a step, which `take` returns without a wait."""
+        if step not in self._ahead:
+            # A cancelled call ends after its thread, which would otherwise move the position after a `resume`.
+            self._ahead = {step: await completed(asyncio.to_thread(self._rows.take, step))}
+
     async def take(self, step: int) -> StepBatch:
         """Take the rows of a step; raise WrongState when all passes are done, which `steps` then exceeds."""
         batch = StepBatch()
-        found = await asyncio.to_thread(self._rows.take, step)
+        await self.look_ahead(step)
+        found = self._ahead.pop(step)
         if found is None:
             raise WrongState(
                 f"step {step}: all passes over the rows are done after {step - 1} steps; set steps = {step - 1}, or "
                 f"raise data.passes"
             )
-        batch.rows = found.samples
+        batch.rows, self._position, self._passes = found.samples, found.next_position, self._rows.passes_done
         batch.rolled = batch.scored = batch.done = time.monotonic()
         return batch
 
@@ -59,7 +73,7 @@ class RowFeed:
         """Return the metrics of a batch that do not need the trainer."""
         lengths = [len(sample.token_ids) for sample in batch.rows]
         return {
-            m.DATA_PASS: self._rows.passes_done,
+            m.DATA_PASS: self._passes,
             m.DATA_TOKENS: float(sum(lengths)),
             m.DATA_LOSS_TOKENS: float(sum(int(np.count_nonzero(sample.loss_mask)) for sample in batch.rows)),
             m.TOTAL_LENGTH: float(np.mean(lengths)),

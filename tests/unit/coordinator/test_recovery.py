@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from fourfold.config import Config
+from fourfold.config.rows import RowKeys
 from fourfold.errors import NotFound, WrongState
 from fourfold.tracing import spans
 from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus, TrainStepResponse
@@ -20,6 +22,7 @@ from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.state.sample_traces import SampleTraces
+from fourfold_coordinator.training import recovery
 from fourfold_coordinator.training.context import RunContext
 from fourfold_coordinator.training.recovery import (
     TRAINER_KEY,
@@ -223,6 +226,18 @@ def answered(step: int, **fields: Any) -> TrainerStatus:
 async def taken_over(folder: Path, ledger: Ledger, status: TrainerStatus, known: str = "a") -> RunPosition | None:
     ledger.put({TRAINER_KEY: known})
     return await take_over(run_of(folder, ledger, Session(status)))
+
+
+def test_ready_samples_of_a_folder_without_the_keys_of_rows_are_kept() -> None:
+    tables = CONFIG.model_dump(mode="json")
+    for table, keys in (("data", RowKeys.model_fields), ("batch", ["rows_per_step"]), ("algorithm", ["sft_coef"])):
+        tables[table] = {key: value for key, value in tables[table].items() if key not in keys}
+    of_samples = {key: value for key, value in tables.items() if recovery._NOT_OF_SAMPLES.get(key) is not True}
+    written = hashlib.sha256(json.dumps(of_samples, sort_keys=True).encode()).hexdigest()
+    assert recovery._recipe_sha256(CONFIG) == written
+    longer = CONFIG.model_copy(update={"steps": CONFIG.steps + 1})
+    other = CONFIG.model_copy(update={"seed": CONFIG.seed + 1})
+    assert recovery._recipe_sha256(longer) == written != recovery._recipe_sha256(other)
 
 
 async def test_a_trainer_at_the_last_step_of_the_ledger_is_kept(tmp_path: Path, ledger: Ledger) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.bounds import MAX_NUMBER
+from fourfold.config.rows import RowKeys
 from fourfold.config.schema import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
@@ -54,9 +55,12 @@ _RECIPE_KEY: Final = "experiences_recipe_sha256"
 # Key in the ledger: [[version, raised version], ...], in order, of the restores. Stored samples keep their numbers.
 _RAISES_KEY: Final = "version_raises"
 # Keys of a recipe that decide nothing about a sample.
-_NOT_OF_SAMPLES: Final = frozenset(
-    {"name", "steps", "checkpoint", "evaluation", "metrics", "retry", "asynchrony", "gateway"}
-)
+_NOT_OF_SAMPLES: Final[dict[str, Any]] = {
+    **dict.fromkeys(("name", "steps", "checkpoint", "evaluation", "metrics", "retry", "asynchrony", "gateway"), True),
+    "data": set(RowKeys.model_fields),
+    "batch": {"rows_per_step"},
+    "algorithm": {"sft_coef"},
+}
 
 
 async def take_over(context: RunContext) -> RunPosition | None:
@@ -255,8 +259,12 @@ def _with_raised_versions(group: SampleGroup, version: int, raised: int) -> Samp
 
 
 def _recipe_sha256(config: Config) -> str:
-    """Return a SHA-256 (hex) of what decides about a sample: READY samples of another recipe are not trained on."""
-    recipe = {key: value for key, value in config.model_dump(mode="json").items() if key not in _NOT_OF_SAMPLES}
+    """Return a SHA-256 (hex) of what decides about a sample: READY samples of another recipe are not trained on.
+
+    Keys of runs of rows are left out: such runs have no READY samples, and folders of earlier releases have no such
+    keys.
+    """
+    recipe = config.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 

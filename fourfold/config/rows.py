@@ -62,7 +62,8 @@ class RowKeys(Table):
 
     passes: float = Field(default=0.0, ge=0, le=10_000)
     """Passes over the rows, in place of `steps`: `fourfold run` counts the steps that they need, and writes both into
-    the config.toml of the run. 0: `steps` says it. With `batch.rows_per_step`."""
+    the config.toml of the run. Services that are started by hand need both. 0: `steps` says it. With
+    `batch.rows_per_step`."""
     form: Literal["auto", "tokens", "messages", "glaive", "completion", "alpaca", "text"] = "auto"
     """Form of the rows. auto: recognised by their columns. With `batch.rows_per_step`."""
     loss_on: Literal["", "assistant", "completion", "last", "all"] = ""

@@ -127,8 +127,8 @@ def main(options: ServeOptions) -> int:
     folder = options.make_folder()
     if not options.config.steps:
         raise ConfigError(
-            f"data.passes = {options.config.data.passes:g}, and the number of steps is not known here; start the run "
-            f"with `fourfold run`, which counts the rows, or set steps"
+            f"data.passes = {options.config.data.passes:g}, and all services need the number of steps; start the run "
+            f"with `fourfold run`, which counts the rows, or set steps to the number that `fourfold plan` prints"
         )
     with locked(folder / COORDINATOR_LOCK, "coordinator"):
         if is_finished(folder, options.config):

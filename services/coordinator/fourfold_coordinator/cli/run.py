@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
                 config = _check_recipe(config, run_dir / CONFIG_FILE, args)
                 if config.data.passes:  # services and config.toml get the number of steps, too
                     args.set = [*args.set, f"steps={config.steps}"]
-                    _check_done(config, run_dir)
+                _check_done(config, run_dir)
             else:
                 _check_security(config, args.listen)
                 check_sequence_parallel(config)
@@ -107,7 +107,9 @@ def main(args: argparse.Namespace) -> int:
             run_dir, config = make_run_dir(config, args.name or config.name)
         with locked(run_dir / RUN_LOCK, "`fourfold run`"):
             if args.resume is not None and is_finished(run_dir, config):
-                more = f"To train further, add --set steps=N with an N above {config.steps}."
+                passes = config.data.passes
+                key, done = ("data.passes", f"{passes:g}") if passes else ("steps", config.steps)
+                more = f"To train further, add --set {key}=N with an N above {done}."
                 print(f"{run_dir} is finished already, with {config.steps} steps. {more}")
                 return _print_report(run_dir)
             try:
@@ -372,6 +374,15 @@ def _resumed_config(run_dir: Path, args: argparse.Namespace) -> Config:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no config.toml); give one of runs/")
     config = configuration.fix_date(configuration.load(run_dir / CONFIG_FILE, args.set), run_dir)
+    if args.set and config.data.passes:
+        began = configuration.load(run_dir / CONFIG_FILE).batch.rows_per_step
+        if config.batch.rows_per_step != began:
+            raise ConfigError(
+                f"batch.rows_per_step = {config.batch.rows_per_step}: {run_dir} began with {began}, from which "
+                f"data.passes counts the steps; leave it, or set steps and data.passes = 0"
+            )
+        if not any(text.partition("=")[0].strip() == "steps" for text in args.set):
+            return config.model_copy(update={"steps": 0})  # counted again from the passes
     _check_done(config, run_dir)
     return config
 

@@ -45,7 +45,8 @@ def open_rows(config: Config, tokenizer: Tokenizer) -> OpenRows:
     """Return the rows of a recipe, at position 0. Encodes what no run has encoded before: call it in a thread.
 
     Raises:
-        ConfigError: the data cannot be read, has no form that the loss reads, or too many of its rows are unusable.
+        ConfigError: the data cannot be read, has no form that the loss reads, too many of its rows are unusable, or
+            `steps` contradicts `data.passes`.
     """
     data = config.data
     stores = [open_store_of(config, source, tokenizer) for source in data.train]
@@ -69,6 +70,11 @@ def open_rows(config: Config, tokenizer: Tokenizer) -> OpenRows:
         shuffled=data.order == "shuffled",
         passes=data.passes or None,
     )
+    if train.steps is not None and config.steps not in (0, train.steps):
+        raise ConfigError(
+            f"steps = {config.steps}, and data.passes = {data.passes:g} makes {train.steps} steps; remove steps, or "
+            f"set data.passes = 0"
+        )
     return OpenRows(train=train, held_out=tuple(held_out))
 
 

@@ -31,6 +31,11 @@ _OTHER_SUMS: Final = {
     RATIO_SUM,
     RATIO_SQUARE_SUM,
 }
+# Metrics that are constants where no engine samples: there is no older policy, no score and no turn.
+_OF_SAMPLING: Final = {
+    m.APPROX_KL, m.APPROX_KL_K1, m.RATIO_MEAN, m.RATIO_MIN, m.RATIO_MAX, m.MISMATCH_COVERED, m.SCORE_MEAN,
+    m.REWARD_PENALTY, m.ADVANTAGE_MEAN, m.ADVANTAGE_STD, m.ADVANTAGE_ABSMAX, m.TRAINED_SEGMENTS, m.TRAINED_TURNS,
+}  # fmt: skip
 _SMALL: Final = 1e-5
 
 
@@ -47,7 +52,8 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
     if config.algorithm.needs_critic:
         found[m.CRITIC_LEARNING_RATE] = learning_rate(config.critic, result.step, config.steps)
         found |= _critic(result)
-    return found | result.measured
+    found |= result.measured
+    return found if config.needs_engines else {name: v for name, v in found.items() if name not in _OF_SAMPLING}
 
 
 def _advantages(result: StepResult) -> dict[str, float]:

@@ -337,7 +337,7 @@ METRICS: Final[dict[str, str]] = {
     TIME_STEP: "seconds: whole step, including evaluation and checkpoint",
     DROPPED_SAMPLES: "samples: number dropped in the step; the ledger has the reasons",
     CERTIFICATE_SECONDS: "seconds: until the first certificate of coordinator or members expires; only with TLS",
-    EVAL_SCORE: "score units: mean held-out score; of several sets: the unweighted mean of theirs",
+    EVAL_SCORE: "score units: mean held-out score, of rows minus the nats per token; of several sets: mean of theirs",
     EVAL_HALF_WIDTH: "score units: half width of the 95 % interval of eval/score, clustered by task group",
     EVAL_VERSION_MIN: "policy versions: lowest one that sampled a token of a held-out answer",
     EVAL_VERSION_MAX: "policy versions: highest one; above that of the step if no engine kept its weights",

@@ -86,7 +86,9 @@ def format_interval(value: float, spread: float | Sequence[float] | None, digits
     return f"{value:.{digits}f}" + ("" if spread is None or math.isnan(spread) else f" +- {spread:.{digits}f}")
 
 
-def format_score(score: float, spread: float | Sequence[float] | None, scored: int, missing: int = 0) -> str:
+def format_score(
+    score: float, spread: float | Sequence[float] | None, scored: int, missing: int = 0, *, measure: str = "score"
+) -> str:
     """Return a held-out score with its interval and its answers, e.g. "0.45 +- 0.13 (160 answers)".
 
     Args:
@@ -94,15 +96,27 @@ def format_score(score: float, spread: float | Sequence[float] | None, scored: i
         spread: Bounds of the 95 % interval, or half of its length; None or NaN if unknown.
         scored: Answers with a score.
         missing: Answers without one; with any, the text is e.g. "1.00 (1 of 240 answers; 239 without a score)".
+        measure: see `of_measure`.
     """
+    score, spread = of_measure(score, spread, measure)
     return f"{format_interval(score, spread, 2)} ({format_answers(scored, missing)})"
 
 
-def format_short_score(score: float, scored: int, missing: int, *notes: str) -> str:
+def of_measure(
+    score: float, spread: float | Sequence[float] | None, measure: str
+) -> tuple[float, float | Sequence[float] | None]:
+    """Return the value and the spread to show: with `measure` = "loss" the loss, of which the score is the negative."""
+    if measure != "loss":
+        return score, spread
+    return -score, [-bound for bound in reversed(spread)] if isinstance(spread, Sequence) else spread
+
+
+def format_short_score(score: float, scored: int, missing: int, *notes: str, measure: str = "score") -> str:
     """Return a held-out score with notes in parentheses; the number of its answers if some have no score.
 
-    Example: "1.00 (step 0; 1 of 240 answers; 239 without a score)".
+    Example: "1.00 (step 0; 1 of 240 answers; 239 without a score)". `measure` is that of `of_measure`.
     """
+    score, _ = of_measure(score, None, measure)
     words = [*notes, *([format_answers(scored, missing)] if missing else [])]
     return f"{score:.2f}" + (f" ({'; '.join(words)})" if words else "")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.plan.preflight import Preflight
 from fourfold.sample import Sample
+from fourfold_coordinator.cli import run
+from fourfold_coordinator.cli.summary import report_lines
 from fourfold_coordinator.launch.fleet import services_of
 from fourfold_coordinator.rewards.data_check import check_data
 from fourfold_coordinator.rows.row_source import RowBatch, RowSource
@@ -105,6 +109,7 @@ async def test_each_row_is_trained_once_per_pass(make_rows: Callable[..., RowSta
     report, rows = stage.report(), stage.lines("metrics.jsonl")
     assert (report["steps"], report["model"], report["eval_after"]) == (6, "/somewhere/model", None)
     assert len(report["began_from"]["model"]["sha256"]) == 64
+    assert report["first_step"].keys() == {"samples_sha256"}
     assert [row["data/pass"] for row in rows] == [0.4, 0.8, 1.0, 1.4, 1.8, 2.0]
     assert all(0 < row["data/loss_tokens"] < row["data/tokens"] for row in rows)
     assert not (stage.folder / "samples.jsonl").exists(), "rows are in the data, and are not written again"
@@ -142,7 +147,10 @@ async def test_the_score_of_held_out_rows_is_their_loss(make_rows: Callable[...,
     assert [(row["step"], row["n"]) for row in evals] == [(0, 3), (2, 3)]
     # The toy's log-probabilities grow with the magnitude of its weight.
     assert report["eval_after"]["score"] < report["eval_before"]["score"] < 0
-    assert report["eval_before"]["half_width"] > 0 and [s["name"] for s in report["eval_after"]["sets"]] == ["holdout"]
+    assert report["eval_before"]["half_width"] > 0 and (found := report["eval_after"]["sets"][0])["name"] == "holdout"
+    assert found["measure"] == "loss" and f"Held-out loss: {-report['eval_before']['score']:.2f} [" in "\n".join(
+        report_lines(stage.folder)
+    )
     trained = {row for batch in tokens(stage.batches) for row in batch}
     assert len(trained) == 7 and stage.trainer.scores[2] == report["eval_after"]["score"]
     await stage.close()
@@ -204,7 +212,7 @@ async def test_steps_beyond_the_passes_end_the_run(
     stage = make_rows(steps=7)
     await stage.start()
     assert await stage.finish() == 1
-    assert "all passes over the rows are done after 6 steps; set steps = 6, or raise" in capsys.readouterr().err
+    assert "steps = 7, and data.passes = 2 makes 6 steps; remove steps" in capsys.readouterr().err
     await stage.close()
 
 
@@ -216,6 +224,38 @@ def test_the_check_of_the_data_counts_the_steps_and_describes_the_rows(tmp_path:
     assert "10 rows of the form completion, 10 samples with" in note and "dropped: none" in note
     with pytest.raises(ConfigError, match=r"were dropped as TOO_LONG.*At most 5% may be"):
         check_data(Preflight(row_config(tmp_path, steps=0, system_prompt="x " * 100, chat=True, end="token")))
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "error"),
+    [
+        (["data.passes=3"], 9, ""),
+        (["data.passes=3", "steps=9"], 9, ""),
+        (["data.passes=0", "steps=20"], 20, ""),
+        (["data.passes=3", "steps=7"], 0, "steps = 7, and data.passes = 3 makes 9 steps; remove steps, or"),
+        (["batch.rows_per_step=2"], 0, "batch.rows_per_step = 2: runs/r began with 4, from which data.passes counts"),
+    ],
+)
+def test_a_resumed_run_counts_its_steps_from_the_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], steps: int, error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/r").mkdir(parents=True)
+    Path("runs/r/config.toml").write_text(configuration.dump(row_config(tmp_path)))
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    args = parser.parse_args(["--resume", "runs/r", *(word for key in keys for word in ("--set", key))])
+
+    def steps_of() -> int:
+        found = Preflight(run._resumed_config(args.resume, args))
+        check_data(found)
+        return found.config.steps
+
+    if error:
+        with pytest.raises(ConfigError, match=re.escape(error)):
+            steps_of()
+    else:
+        assert steps_of() == steps
 
 
 @pytest.mark.parametrize("manual", [False, True])

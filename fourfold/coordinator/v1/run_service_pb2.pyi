@@ -405,6 +405,7 @@ class EvalRecord(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     LOW_FIELD_NUMBER: _builtins.int
     HIGH_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of steps done when it ran; 0: before the first."""
     mean_score: _builtins.float
@@ -425,6 +426,8 @@ class EvalRecord(_message.Message):
     """
     high: _builtins.float
     """See low; set with it."""
+    measure: _builtins.str
+    """"loss": scores are minus the loss in nats per token. "score", or empty from an older coordinator: those of scorers."""
     @_builtins.property
     def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalSetRecord]:
         """Each held-out set, in the order of the recipe. Empty: the coordinator is older than this field."""
@@ -441,10 +444,11 @@ class EvalRecord(_message.Message):
         seconds: _builtins.float = ...,
         low: _builtins.float | None = ...,
         high: _builtins.float | None = ...,
+        measure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "answer_count", b"answer_count", "half_width", b"half_width", "high", b"high", "low", b"low", "mean_score", b"mean_score", "missing_count", b"missing_count", "seconds", b"seconds", "sets", b"sets", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "answer_count", b"answer_count", "half_width", b"half_width", "high", b"high", "low", b"low", "mean_score", b"mean_score", "measure", b"measure", "missing_count", b"missing_count", "seconds", b"seconds", "sets", b"sets", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
     _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015

@@ -48,6 +48,15 @@ def test_bars_reach_to_the_bounds_of_an_interval() -> None:
     assert ends == [pytest.approx(bounds) for bounds in ([0.6, 0.96], [0.25, 0.75], [0.5, 0.5])]
 
 
+def test_the_held_out_score_of_rows_is_drawn_as_their_loss() -> None:
+    axes = Figure().subplots()
+    row = EvalRow(0, -2.0, 0.5, 8, 0, [], (replace(make_result("rows", score=-2.0), interval=(-2.2, -1.5)),))
+    draw_scores(axes, [(1, 1.9)], [row], "toy", measure="loss")
+    bars: Any = axes.collections[0]
+    assert bars.get_segments()[0][:, 1].tolist() == pytest.approx([1.5, 2.2])
+    assert axes.get_legend_handles_labels()[1] == ["training loss", "held-out loss, 95 % interval"]
+
+
 def test_the_x_axis_has_whole_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
 

@@ -18,6 +18,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.metrics import METRICS
 from fourfold.rpc.responses import clean_strings
 from fourfold.text import format_duration
+from fourfold_coordinator.cli import event_lines
 from fourfold_coordinator.cli.dashboard import Dashboard, Schedule, panel_rows, sparkline
 
 SCHEDULE = ["steps=24", "evaluation.every_steps=10", "checkpoint.every_steps=12"]
@@ -54,6 +55,15 @@ def dashboard(output: io.StringIO, *, live: bool, width: int = 100, height: int 
 
 def _console(output: io.StringIO, *, live: bool = True, width: int = 100, height: int = 60) -> Console:
     return Console(file=output, width=width, height=height, force_terminal=live, color_system=None, highlight=False)
+
+
+def test_held_out_rows_have_a_loss() -> None:
+    record = pb.EvalRecord(step=4, mean_score=-1.5, low=-2, high=-1.25, answer_count=8, measure="loss")
+    status = pb.RunStatus(evals=[record], phase=pb.RUN_PHASE_DONE)
+    assert ("held-out loss", "1.50 (step 4)") in panel_rows(status)
+    assert [line for _, line in event_lines._records(status, ())] == [
+        "step 4: held-out loss 1.50 [1.25, 2.00] (8 answers)"
+    ]
 
 
 def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fourfold_coordinator.launch.run_folder import is_locked, link_latest, locke
 from fourfold_coordinator.launch.run_names import COORDINATOR_LOCK, LEDGER_FILE, RUN_LOCK
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
+from tests.support.eval_results import make_result
 
 QUICKSTART = configuration.load("recipes/quickstart.toml")
 CONFIG = configuration.dump(QUICKSTART)
@@ -66,6 +68,14 @@ def test_the_list_has_the_last_score_with_its_step_and_its_answers(
     ledger.close()
     assert call() == 0
     assert "1.00 (step 0; 1 of 240 answers; 239 without a score)" in capsys.readouterr().out
+
+
+def test_the_list_has_the_loss_of_held_out_rows(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(root / "old" / LEDGER_FILE)
+    ledger.add_eval(EvalRow(0, -1.5, None, 8, 0, [], (replace(make_result("rows", score=-1.5), measure="loss"),)))
+    ledger.close()
+    assert call() == 0
+    assert "1.50 (loss)" in capsys.readouterr().out
 
 
 def test_a_file_that_a_run_replaces_meanwhile_is_no_obstacle(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

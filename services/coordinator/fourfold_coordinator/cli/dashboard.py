@@ -313,10 +313,13 @@ def panel_rows(
         rows.append(("queue", _queue_text(status.queue)))
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
-        rows.append(("held-out score", " -> ".join(_score(each, f"step {each.step}") for each in shown)))
         last = status.evals[-1]
+        measure = last.measure or "score"
+        texts = (_score(each, f"step {each.step}", measure=measure) for each in shown)
+        rows.append((f"held-out {measure}", " -> ".join(texts)))
         if len(last.sets) > 1:
-            rows.append(("held-out sets", ", ".join(f"{each.name} {_score(each)}" for each in last.sets)))
+            sets = ", ".join(f"{each.name} {_score(each, measure=measure)}" for each in last.sets)
+            rows.append(("held-out sets", sets))
     if status.steps:
         sparkline_width = min(_SPARKLINE_WIDTH, max(width - _LABEL_WIDTH - _VALUE_WIDTH, 0))
         rows += _step_rows(status, blocks, sparkline_width, samples_per_step)
@@ -325,8 +328,8 @@ def panel_rows(
     return rows
 
 
-def _score(record: pb.EvalRecord | pb.EvalSetRecord, *notes: str) -> str:
-    return format_short_score(record.mean_score, record.answer_count, record.missing_count, *notes)
+def _score(record: pb.EvalRecord | pb.EvalSetRecord, *notes: str, measure: str) -> str:
+    return format_short_score(record.mean_score, record.answer_count, record.missing_count, *notes, measure=measure)
 
 
 def _phase_text(status: pb.RunStatus) -> str:
@@ -355,9 +358,7 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: 
     last = status.steps[-1].metrics
     rows = []
     for label, metric, form in (
-        ("reward", metrics.REWARD_MEAN, "{:.2f}"),
-        ("loss", metrics.NLL, "{:.4f}"),
-        ("pass", metrics.DATA_PASS, "{:.2f}"),
+        ("reward", metrics.REWARD_MEAN, "{:.2f}") if metrics.REWARD_MEAN in last else ("loss", metrics.NLL, "{:.4f}"),
         ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
         ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),
         (
@@ -365,7 +366,9 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: 
             metrics.TRAINED_SAMPLES,
             f"{{:.0f}} of {samples_per_step}" if samples_per_step else "{:.0f}",
         ),
-        ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
+        ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}")
+        if metrics.USEFUL_GROUPS in last
+        else ("pass", metrics.DATA_PASS, "{:.2f}"),
         ("entropy", metrics.ENTROPY, "{:.2f}"),
         ("logprob mismatch", metrics.MISMATCH_MEAN, "{:.4f}"),
         ("effective tokens", metrics.EFFECTIVE_SAMPLE_SIZE, "{:.0%}"),

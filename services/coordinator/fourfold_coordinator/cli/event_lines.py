@@ -184,15 +184,16 @@ def _records(status: pb.RunStatus, printed: Collection[tuple[str, int]]) -> Iter
     for evaluation in status.evals:
         if ("eval", evaluation.step) in printed:
             continue
-        text = f"step {evaluation.step}: held-out score {_score(evaluation)}"
+        measure = evaluation.measure or "score"
+        text = f"step {evaluation.step}: held-out {measure} {_score(evaluation, measure)}"
         if len(evaluation.sets) > 1:
-            text += ": " + ", ".join(f"{each.name} {_score(each)}" for each in evaluation.sets)
+            text += ": " + ", ".join(f"{each.name} {_score(each, measure)}" for each in evaluation.sets)
         yield ("eval", evaluation.step), text
 
 
-def _score(record: pb.EvalRecord | pb.EvalSetRecord) -> str:
+def _score(record: pb.EvalRecord | pb.EvalSetRecord, measure: str) -> str:
     spread = (record.low, record.high) if record.HasField("low") else record.half_width
-    return format_score(record.mean_score, spread, record.answer_count, record.missing_count)
+    return format_score(record.mean_score, spread, record.answer_count, record.missing_count, measure=measure)
 
 
 def recovery_line(recovery: pb.Recovery) -> str:

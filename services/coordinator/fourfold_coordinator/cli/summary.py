@@ -42,7 +42,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines = ["", _headline(report)]
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
-        lines.append(f"Held-out score: {_score(before)} before, {_score(after)} after training (95 %).")
+        lines.append(f"Held-out {_measure(after)}: {_score(before)} before, {_score(after)} after training (95 %).")
         lines += _sets(before, after)
     lines += _asynchrony(report.get("asynchrony") or {})
     lines += _interruptions(report)
@@ -122,12 +122,18 @@ def _sets(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def _as_eval(held_out: dict[str, Any]) -> dict[str, Any]:
     """Return a held-out set of the report with the keys of an evaluation."""
-    return {**held_out, "n": held_out["answer_count"], "missing": held_out.get("missing_count", 0)}
+    return {**held_out, "n": held_out["answer_count"], "missing": held_out.get("missing_count", 0), "sets": [held_out]}
+
+
+def _measure(evaluation: dict[str, Any]) -> str:
+    """Return what the score of an evaluation is, as `SetResult.measure`."""
+    return next((each.get("measure", "score") for each in evaluation.get("sets") or []), "score")
 
 
 def _score(evaluation: dict[str, Any]) -> str:
     spread = evaluation.get("interval") or evaluation.get("half_width")
-    return format_score(evaluation["score"], spread, evaluation["n"], evaluation.get("missing") or 0)
+    missing, measure = evaluation.get("missing") or 0, _measure(evaluation)
+    return format_score(evaluation["score"], spread, evaluation["n"], missing, measure=measure)
 
 
 def _comparison(twin: dict[str, Any]) -> str:

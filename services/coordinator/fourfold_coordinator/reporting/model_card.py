@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.text import format_answers, format_interval
+from fourfold.text import format_answers, format_interval, of_measure
 
 from ..launch.run_names import CONFIG_FILE, EMA_FOLDER, REPORT_FILE, STEP_FOLDER
 
@@ -34,11 +34,14 @@ def model_card(folder: Path) -> str:
     config = configuration.load(run / CONFIG_FILE)
     base, on_hub = _base_model(config.model.source)
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    metadata |= {"tags": ["fourfold", "reinforcement-learning"]} | ({"base_model": base} if on_hub else {})
+    way = ("reinforcement-learning", "by reinforcement learning")
+    if not config.needs_engines:
+        way = (config.algorithm.preset, f"on the answers of a data set (preset `{config.algorithm.preset}`)")
+    metadata |= {"tags": ["fourfold", way[0]]} | ({"base_model": base} if on_hub else {})
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---", ""]
     title = config.name if folder.name == "model" else f"{config.name}, {folder.name}"
     version = importlib.metadata.version("fourfold")
-    lines += [f"# {title}", "", f"`{base}`, trained by reinforcement learning with Fourfold {version}.", ""]
+    lines += [f"# {title}", "", f"`{base}`, trained {way[1]} with Fourfold {version}.", ""]
     lines += _scores(run / REPORT_FILE, folder.name)
     return "\n".join([*lines, "## Recipe", "", "```toml", *_recipe(config), "```", ""])
 
@@ -68,13 +71,15 @@ def _scores(report_file: Path, export: str) -> list[str]:
         if export == EMA_FOLDER or not after:  # the scored model is another one
             return []
         rows = [("after", after)] if not before else [("before", before), ("after", after)]
-        return ["| | step | held-out score |", "|---|---|---|", *(_row(name, row) for name, row in rows), ""]
+        measure = next((each.get("measure", "score") for each in after.get("sets") or ()), "score")
+        return [f"| | step | held-out {measure} |", "|---|---|---|", *(_row(*row, measure) for row in rows), ""]
     except (OSError, ValueError, KeyError, TypeError):  # no report, or one of another version
         return []
 
 
-def _row(name: str, row: Mapping[str, Any]) -> str:
-    score = format_interval(row["score"], row.get("interval") or row.get("half_width"), 3)
+def _row(name: str, row: Mapping[str, Any], measure: str) -> str:
+    value, spread = of_measure(row["score"], row.get("interval") or row.get("half_width"), measure)
+    score = format_interval(value, spread, 3)
     if missing := row.get("missing"):
         score += f" ({format_answers(row['n'], missing)})"
     return f"| {name} | {row['step']} | {score} |"

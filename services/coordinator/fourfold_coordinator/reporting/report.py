@@ -56,7 +56,7 @@ from ..launch.run_names import CONFIG_FILE, REPORT_FILE
 from ..state.eval_results import EvalRow
 from ..state.files import replace_file
 from ..state.ledger import Ledger, StepRow
-from ..state.samples import SampleGroup, digest
+from ..state.samples import StepBatch, digest, digest_of_tokens
 from .diagnosis import summarize_findings
 from .run_totals import RunTotals
 
@@ -65,7 +65,6 @@ BEGAN_FROM = "began_from"
 
 # Title and metric of each small panel. Panels without values are left out.
 _PANELS: Final = (
-    ("loss, nats per token", m.NLL),
     ("tokens of a completion", m.RESPONSE_LENGTH),
     ("KL to the reference, nats", m.REFERENCE_KL),
     ("|trainer - engine|, nats", m.MISMATCH_MEAN),
@@ -89,7 +88,8 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     height = _INCHES[1] + (_PANEL_INCHES if panels else 0)
     figure = Figure(figsize=(_INCHES[0], height), dpi=120, layout="constrained")
     rows: Any = figure.subfigures(2, 1, height_ratios=[_INCHES[1], _PANEL_INCHES]) if panels else [figure]
-    draw_scores(rows[0].subplots(), points_of(steps, m.REWARD_MEAN), evals, title)
+    reward, losses = points_of(steps, m.REWARD_MEAN), points_of(steps, m.NLL)
+    draw_scores(rows[0].subplots(), reward or losses, evals, title, measure="score" if reward or not losses else "loss")
     if panels:
         for axes, (text, points) in zip(rows[1].subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.plot(*zip(*points, strict=True), color="tab:gray", marker=_marker(points))
@@ -104,29 +104,34 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     fresh.replace(path)
 
 
-def draw_scores(axes: Any, reward: Sequence[tuple[int, float]], evals: Sequence[EvalRow], title: str) -> None:
-    if reward:
-        axes.plot(
-            *zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward", marker=_marker(reward)
-        )
+def draw_scores(
+    axes: Any, training: Sequence[tuple[int, float]], evals: Sequence[EvalRow], title: str, *, measure: str = "score"
+) -> None:
+    """Draw the rewards of the training steps and the held-out scores; with `measure` = "loss" the losses of both."""
+    is_loss = measure == "loss"
+    if training:
+        label = "training loss" if is_loss else "training reward"
+        axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.7, label=label, marker=_marker(training))
     if evals:
+        distances = [_distances(row)[:: -1 if is_loss else 1] for row in evals]
         axes.errorbar(
             [row.step for row in evals],
-            [row.score for row in evals],
-            yerr=list(zip(*(_distances(row) for row in evals), strict=True)),
+            [-row.score if is_loss else row.score for row in evals],
+            yerr=list(zip(*distances, strict=True)),
             color="tab:orange",
             marker="o",
             capsize=4,
-            label="held-out score, 95 % interval",
+            label=f"held-out {measure}, 95 % interval",
         )
     names = dict.fromkeys(result.name for row in evals for result in row.sets)
     for name in names if len(names) > 1 else ():
-        points = [(row.step, result.score) for row in evals for result in row.sets if result.name == name]
+        found = [(row.step, result.score) for row in evals for result in row.sets if result.name == name]
+        points = [(step, -score if is_loss else score) for step, score in found]
         axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, alpha=0.7, label=name)
-    axes.set(title=title, xlabel="training steps", ylabel="mean score")
+    axes.set(title=title, xlabel="training steps", ylabel="loss, nats per token" if is_loss else "mean score")
     axes.grid(alpha=0.3)
-    if reward or evals:
-        axes.legend(loc="lower right")
+    if training or evals:
+        axes.legend(loc="upper right" if is_loss else "lower right")
 
 
 def _marker(points: Sequence[object]) -> str:
@@ -145,9 +150,14 @@ def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[int, float]]:
     return [(row.step, float(value)) for row in steps if (value := row.metrics.get(name)) is not None]
 
 
-def first_step_facts(groups: Sequence[SampleGroup]) -> str:
-    """Return digests of the first step's prompts, seeds and samples, as JSON; equal steps have equal digests."""
-    ordered = sorted(groups, key=lambda group: group.position)
+def first_step_facts(batch: StepBatch) -> str:
+    """Return digests of the first step's prompts, seeds and samples, as JSON; equal steps have equal digests.
+
+    Rows of data have samples alone.
+    """
+    if batch.rows:
+        return json.dumps({"samples_sha256": digest_of_tokens(batch.rows)})
+    ordered = sorted(batch.groups, key=lambda group: group.position)
     trajectories = [t for group in ordered for t in group.trajectories]
     prompts = "\n".join(f"{group.position} {group.trajectories[0].prompt.text}" for group in ordered)
     seeds = "\n".join(str(group.seed) for group in ordered)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter
 
@@ -54,6 +54,7 @@ class SetResult:
     pass_at: tuple[AtK, ...]  # by k, ascending
     majority_at: tuple[AtK, ...]
     interval: Interval | None = None  # None also where an earlier release wrote it
+    measure: Literal["score", "loss"] = "score"  # loss: the score is minus the loss, in nats per token
 
     @property
     def bounds(self) -> Interval | None:
@@ -107,6 +108,11 @@ class EvalRow:
     def bounds(self) -> Interval | None:
         """The 95 % interval of the score."""
         return _bounds(self.score, self.half_width, mean_of_sets(self.sets)[1] if self.sets else None)
+
+    @property
+    def measure(self) -> str:
+        """What the score is; see `SetResult.measure`."""
+        return self.sets[0].measure if self.sets else "score"
 
     def scores(self) -> dict[str, tuple[float, Interval | None]]:
         """Return score and interval by metric: `eval/score`, then `eval/NAME/score` of each set."""

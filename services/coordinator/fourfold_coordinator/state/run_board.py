@@ -279,6 +279,7 @@ def _eval_record(row: EvalRow) -> pb.EvalRecord:
         step=row.step,
         sets=[pb.EvalSetRecord(name=result.name, **_numbers(result)) for result in row.sets],
         seconds=max((result.seconds for result in row.sets), default=0.0),
+        measure=row.measure,
         **_numbers(row),
     )
 

@@ -255,11 +255,16 @@ def sampling_params(
 
 def digest(trajectories: Iterable[Trajectory]) -> str:
     """Return a SHA-256 (hex) of the sampled tokens, in order of the sample ids: equal for equal samples."""
+    ordered = sorted(trajectories, key=lambda t: t.sample.sample_id)
+    return digest_of_tokens(segment for trajectory in ordered for segment in trajectory.segments)
+
+
+def digest_of_tokens(samples: Iterable[Sample]) -> str:
+    """Return a SHA-256 (hex) of the tokens of some samples, in their order."""
     result = hashlib.sha256()
-    for trajectory in sorted(trajectories, key=lambda t: t.sample.sample_id):
-        for segment in trajectory.segments:
-            ids = segment.token_ids.astype("<i4").tobytes()
-            result.update(len(ids).to_bytes(8, "little") + ids)
+    for sample in samples:
+        ids = sample.token_ids.astype("<i4").tobytes()
+        result.update(len(ids).to_bytes(8, "little") + ids)
     return result.hexdigest()
 
 

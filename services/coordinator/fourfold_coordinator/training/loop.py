@@ -230,8 +230,8 @@ class TrainingLoop:
         """Return the samples of one step: generated, scored, filtered, with reference log-probabilities; or of data."""
         self.board.set_phase(run_pb.RUN_PHASE_GENERATING)
         batch = await self.source.take(step)
-        if step == 1 and batch.groups:
-            await self.disk.write(self.ledger.put, {report.FIRST_STEP: report.first_step_facts(batch.groups)})
+        if step == 1:
+            await self.disk.write(self.ledger.put, {report.FIRST_STEP: report.first_step_facts(batch)})
         return batch
 
     async def train(self, step: int, batch: StepBatch) -> tuple[TrainStepResponse, dict[str, float]]:

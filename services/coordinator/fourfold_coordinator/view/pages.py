@@ -24,7 +24,7 @@ from .templates import is_number, render
 
 # Charts that a run shows unless the user chooses others.
 _SHOWN: Final = (
-    m.REWARD_MEAN, m.EVAL_SCORE, m.USEFUL_GROUPS, m.RESPONSE_LENGTH, m.REFERENCE_KL, m.MISMATCH_MEAN, m.ENTROPY,
+    m.REWARD_MEAN, m.NLL, m.EVAL_SCORE, m.USEFUL_GROUPS, m.RESPONSE_LENGTH, m.REFERENCE_KL, m.MISMATCH_MEAN, m.ENTROPY,
     m.TIME_STEP, m.TOKEN_LAG_MEAN,
 )  # fmt: skip
 _WEIGHT_CHARTS: Final = ("weights/", m.TIME_PUBLISH, m.TIME_WAKE, m.TIME_SLEEP)
@@ -359,6 +359,7 @@ def answers(request: Request) -> Response:
         steps=steps,
         before=before,
         after=after,
+        of_rows=any(each.measure == "loss" for each in reader.evaluations()),
         rows=rows,
         results=[(name, *(found.get(name) for found in results)) for name in dict.fromkeys([*results[0], *results[1]])],
     )

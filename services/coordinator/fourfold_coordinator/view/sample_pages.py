@@ -66,6 +66,7 @@ def samples(request: Request) -> Response:
     index = reader.index()
     found = index.search(query, limit=PAGE_ROWS, skip=PAGE_ROWS * (page - 1))
     scorers, sources, reasons, last = index.choices()
+    config = reader.config()
     pending = index.pending_bytes()
     follows = reader.state() == "running" and page == 1 and not query.restricts()
     given = [(key, value) for key, value in request.query_params.multi_items() if value and key != "page"]
@@ -86,6 +87,7 @@ def samples(request: Request) -> Response:
         orders=list(ORDERS),
         last=last,
         pending=pending,
+        of_rows=config is not None and not config.needs_engines,
     )
 
 

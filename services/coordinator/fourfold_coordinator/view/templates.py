@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -11,7 +12,7 @@ from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from fourfold.text import format_duration
+from fourfold.text import format_duration, of_measure
 
 from ..data.question import last_message
 from ..state.eval_results import EvalRow, SetResult
@@ -66,8 +67,13 @@ def answer_count(evaluation: EvalRow | SetResult) -> Markup:
     return Markup('<span class="mark">{}</span>').format(text)
 
 
+def measured(evaluation: EvalRow | SetResult) -> tuple[float, float | Sequence[float] | None]:
+    """Return score and interval of a held-out score to show; of rows, its loss and the interval of that."""
+    return of_measure(evaluation.score, evaluation.bounds, evaluation.measure)
+
+
 _ENVIRONMENT.filters |= {"number": number, "cut": cut, "moment": moment, "answer_count": answer_count}
-_ENVIRONMENT.filters |= {"duration": format_duration, "last_message": last_message}
+_ENVIRONMENT.filters |= {"duration": format_duration, "last_message": last_message, "measured": measured}
 
 
 def render(template: str, request: Request, *, status: int = 200, **values: Any) -> HTMLResponse:

@@ -47,7 +47,8 @@ class RowEvaluator:
             done += len(each.units)
         score, interval = mean_of_sets(results)
         count = sum(result.answer_count for result in results)
-        log.info("evaluation finished: step=%d held_out=%s", step, format_score(score, interval, count, 0))
+        text = format_score(score, interval, count, measure="loss")
+        log.info("evaluation finished: step=%d held_out_loss=%s", step, text)
         row = EvalRow(
             step=step,
             score=score,
@@ -85,6 +86,7 @@ class RowEvaluator:
             seconds=round(time.monotonic() - began, 3),
             pass_at=(),
             majority_at=(),
+            measure="loss",
         )
 
     async def _logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:

@@ -355,6 +355,11 @@ class _Serve:
         from fourfold import config
 
         settings = config.load(args.recipe, args.set)
+        if not settings.steps:
+            raise ConfigError(
+                f"{args.recipe}: data.passes = {settings.data.passes:g}, and services need the number of steps; start "
+                f"the run with `fourfold run`, which counts the rows, or set steps as `fourfold plan` prints it"
+            )
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if settings.security.directory and os.environ.get("GRPC_VERBOSITY") == "ERROR":

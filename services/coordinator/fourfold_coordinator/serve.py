@@ -125,11 +125,6 @@ _GC_THRESHOLDS: Final = (20_000, 5, 1_000)
 def main(options: ServeOptions) -> int:
     """Run the coordinator; return the exit code. A finished run exits at once."""
     folder = options.make_folder()
-    if not options.config.steps:
-        raise ConfigError(
-            f"data.passes = {options.config.data.passes:g}, and all services need the number of steps; start the run "
-            f"with `fourfold run`, which counts the rows, or set steps to the number that `fourfold plan` prints"
-        )
     with locked(folder / COORDINATOR_LOCK, "coordinator"):
         if is_finished(folder, options.config):
             sys.stdout.write(

@@ -75,6 +75,12 @@ def test_wrong_usage_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the recipe is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("role", ["coordinator", "trainer"])
+def test_no_service_starts_without_the_number_of_steps(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["serve", role, str(QUICKSTART.with_name("sft.toml"))]) == 1
+    assert "sft.toml: data.passes = 1, and services need the number of steps; start" in capsys.readouterr().err
+
+
 def test_service_that_is_not_installed_names_its_distribution(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

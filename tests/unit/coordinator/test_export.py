@@ -118,6 +118,19 @@ def test_a_stopped_run_exports_its_last_checkpoint(
         export.find_export("runs/demo")
 
 
+def test_a_checkpoint_is_exported_without_another_target(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("runs/demo", "--checkpoint", "3") == 0
+    assert capsys.readouterr().out == "exported: runs/demo/model-step-3\n"
+    assert call("runs/demo") == 2 and "or --checkpoint of a run" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--checkpoint 4: runs/demo has the weights of step 3, 9; give one of these"):
+        call("runs/demo", "--checkpoint", "4")
+    with pytest.raises(ConfigError, match="both name weights"):
+        call("runs/demo", "--checkpoint", "3", "--export", "model")
+    with pytest.raises(ConfigError, match="run:demo is not the folder of a run; give one of runs/"):
+        call("run:demo", "--checkpoint", "3")
+    assert export.find_export("run:demo") == run / "model"
+
+
 def test_a_file_is_written_once_and_replaced_only_by_force(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("runs/demo", "--export", "model-step-3", "--gguf", "demo.gguf") == 0
     assert "wrote demo.gguf" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 fourfold export runs/demo --gguf demo.gguf                      its newest export, for llama.cpp
 fourfold export runs/demo --export model-step-40 --gguf 40.gguf
+fourfold export runs/demo --checkpoint 40                       that checkpoint, as runs/demo/model-step-40
 fourfold export runs/demo --push me/demo --private              the Hugging Face folder, with a model card
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -22,17 +24,23 @@ from fourfold.text import choices, format_bytes
 from ..launch.run_folder import find_run
 from ..launch.run_names import CONFIG_FILE, MODEL_FOLDER
 from ..reporting.model_card import model_card
-from .evaluate import newest_model
+from .evaluate import exported_weights, newest_model
 
 _DTYPES: Final = ("bf16", "f16", "f32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="folder of a run, a model folder, hf:OWNER/NAME or builtin:NAME")
+    parser.add_argument("source", help="folder of a run, a model folder, hf:OWNER/NAME, run:NAME or builtin:NAME")
     parser.add_argument(
         "--export", default="", metavar="NAME", help="of a run: model, model-ema or model-step-N; default: the newest"
     )
-    target = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument(
+        "--checkpoint",
+        default="",
+        metavar="STEP|best|last",
+        help="of a run: these weights; a checkpoint is written as model-step-N into the folder of the run first",
+    )
+    target = parser.add_mutually_exclusive_group()
     target.add_argument("--gguf", type=Path, metavar="FILE.gguf", help="write this file, for llama.cpp")
     target.add_argument("--push", default="", metavar="OWNER/NAME", help="upload the folder to the Hugging Face Hub")
     parser.add_argument("--dtype", choices=_DTYPES, help="--gguf: of the matrices, default: bf16")
@@ -43,17 +51,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write or upload a model; return the exit code."""
+    if not (args.gguf or args.push or args.checkpoint):
+        print("fourfold export: give --gguf FILE.gguf, --push OWNER/NAME, or --checkpoint of a run", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, so that no part is left
     if args.push and (args.dtype or args.force):
         raise ConfigError("--dtype and --force go with --gguf; remove them")
     if args.gguf is not None and (args.private or args.revision):
         raise ConfigError("--private and --revision go with --push; remove them")
-    folder = find_export(args.source, args.export)
+    if args.checkpoint and args.export:
+        raise ConfigError("--checkpoint and --export both name weights of the run; give one of them")
+    folder = _checkpoint(args.source, args.checkpoint) if args.checkpoint else find_export(args.source, args.export)
     if args.gguf is not None:
         _write(folder, args.gguf, dtype=args.dtype or "bf16", force=args.force, title=_title(folder, args.source))
+    elif not args.push:
+        print(f"exported: {folder}")
     else:
         _push(folder, args.push, private=args.private, branch=args.revision or "main")
     return 0
+
+
+def _checkpoint(source: str, wanted: str) -> Path:
+    run = find_run(Path(source))
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"--checkpoint {wanted}: {source} is not the folder of a run; give one of runs/")
+    return exported_weights(run, wanted)[1]
 
 
 def find_export(source: str, name: str = "") -> Path:

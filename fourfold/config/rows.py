@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import Field
 
+from fourfold.algorithm.advantages.constant import Constant
 from fourfold.table import Table
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def check_rows(config: Config) -> None:
             f"of such tokens; set algorithm.preset to one of {', '.join(ROW_PRESETS)}, or "
             f"batch.prompts_per_step in place of rows_per_step"
         )
-    if algorithm.advantage.kind != "constant":
+    if not isinstance(algorithm.advantage, Constant):
         raise ValueError(
             f"{rows}: algorithm.advantage.kind = `{algorithm.advantage.kind}` needs samples of the policy, and a row "
             f'has a weight; set kind = "constant"'

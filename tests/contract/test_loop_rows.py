@@ -220,8 +220,8 @@ def test_the_check_of_the_data_counts_the_steps_and_describes_the_rows(tmp_path:
     found = Preflight(row_config(tmp_path, steps=0))
     check_data(found)
     assert found.config.steps == 6
-    (note,) = found.notes["data"]
-    assert "10 rows of the form completion, 10 samples with" in note and "dropped: none" in note
+    note, *_ = found.notes["data"]
+    assert "10 rows of the form completion; kept 10, dropped none. 10 samples with" in note
     with pytest.raises(ConfigError, match=r"were dropped as TOO_LONG.*At most 5% may be"):
         check_data(Preflight(row_config(tmp_path, steps=0, system_prompt="x " * 100, chat=True, end="token")))
 

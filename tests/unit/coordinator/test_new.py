@@ -203,8 +203,8 @@ def test_open_options_are_asked_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         ),
         (["--data", "sums.jsonl", "--reward", "exact_mach"], "--reward 'exact_mach' is not a verifier.*exact_match"),
         (["--data", "sums.jsonl", "--steps", "-1"], "^fourfold new  steps = -1"),
-        (["--data", "sums.jsonl", "--steps", "0"], "steps = 0"),
-        (["--data", "sums.jsonl", "--max-new-tokens", "0"], "sampling.max_new_tokens = 0"),
+        (["--data", "sums.jsonl", "--steps", "0"], "`steps` is missing or 0"),
+        (["--data", "sums.jsonl", "--max-new-tokens", "0"], "`sampling.max_new_tokens` is missing or 0"),
         (["--data", "sums.jsonl", "--split", "train"], "is one file or one split; remove split and config"),
         (["--data", "numbers.jsonl"], "numbers.jsonl, row 0: a prompt is a text, or a list of messages"),
         (

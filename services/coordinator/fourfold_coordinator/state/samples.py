@@ -174,9 +174,10 @@ class StepBatch:
         """Return the ids of the samples of groups, in the order of `experiences`, each once."""
         return [sample.sample_id for group in self.groups for sample in group.samples]
 
-    def experiences(self) -> Iterator[Sample]:
-        """Yield the segments for the trainer, in a fixed order. Its client encodes one while it sends others."""
-        return itertools.chain(self.rows, (segment for group in self.groups for segment in group.segments))
+    def experiences(self, on_end: Callable[[], None] = lambda: None) -> Iterator[Sample]:
+        """Yield the segments for the trainer, in a fixed order, then call `on_end`; its client encodes one by one."""
+        yield from itertools.chain(self.rows, (segment for group in self.groups for segment in group.segments))
+        on_end()
 
     def trajectories(self) -> list[Trajectory]:
         """Return all trajectories that were sampled, dropped ones included."""

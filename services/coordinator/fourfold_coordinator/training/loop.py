@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from fourfold import metrics as m
 from fourfold.config.schema import PauseMode
@@ -47,8 +47,6 @@ from .recovery import TRAINER_KEY, append_samples, restore, take_over
 from .step_report import StepRecord, StepReporter
 
 log = logging.getLogger("fourfold.coordinator")
-
-T = TypeVar("T")
 
 
 class TrainingLoop:
@@ -265,7 +263,7 @@ class TrainingLoop:
     async def _train_once(
         self, replica: Replica, step: int, batch: StepBatch, on_sent: Callable[[], None]
     ) -> TrainStepResponse:
-        response = await replica.trainer.train_step(step, _and_then(batch.experiences(), on_sent), timeout=self.timeout)
+        response = await replica.trainer.train_step(step, batch.experiences(on_sent), timeout=self.timeout)
         before = self.session.policy_version
         if not before <= response.policy_version <= before + 1:  # a step makes at most one version
             text = f"TrainStep: policy_version {response.policy_version} after {before}; it must be {before} or 1 more"
@@ -372,9 +370,3 @@ class TrainingLoop:
         kwargs: dict[str, Any] = {"timeout": self.timeout, **kind}
         async with self.broker.lock:
             return await self.session.call("ExportModel", lambda r: r.trainer.export_model(name, **kwargs))
-
-
-def _and_then(items: Iterator[T], on_end: Callable[[], None]) -> Iterator[T]:
-    """Yield the items; call `on_end` after the last one."""
-    yield from items
-    on_end()

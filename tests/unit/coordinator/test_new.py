@@ -6,17 +6,21 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from fourfold import config as configuration
 from fourfold.config import Config
+from fourfold.config.rows import ROW_PRESETS
 from fourfold.errors import ConfigError
 from fourfold.host.program import program
 from fourfold.plan.preflight import check_recipe
 from fourfold.plan.report import describe
 from fourfold_coordinator.cli import new
+from tests.support.chat_templates import write_tokenizer
+from tests.support.template_shapes import SHAPES
+from tests.unit.model.test_folder import write_model
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +134,60 @@ def test_rows_of_well_known_data_sets_get_their_fields_and_verifier(
     assert config.reward[0].function == reward
     assert ("scores equal texts alone" in Path("mine.toml").read_text()) == ("reason" in text)
     assert check_recipe(config, Path("mine.toml")).notes["reward"][0].endswith("rows score 1, 1, 1, 1.")
+
+
+WORDS: Final = "It is a long story with more words than a verifier compares."
+
+
+@pytest.mark.parametrize(
+    ("row", "preset"),
+    [
+        ({"messages": [{"role": "user", "content": "qN"}, {"role": "assistant", "content": WORDS}]}, "sft"),
+        ({"conversations": [{"from": "human", "value": "qN"}, {"from": "gpt", "value": WORDS}]}, "sft"),
+        ({"instruction": "qN", "input": "i", "output": WORDS}, "sft"),
+        ({"prompt": "qN", "completion": WORDS}, "sft"),
+        ({"text": f"{WORDS} N", "url": "x"}, "pretrain"),
+        ({"prompt": "qN", "chosen": "a", "rejected": "b"}, "dpo"),
+        ({"prompt": "qN", "completion": "a", "label": True}, "kto"),
+    ],
+)
+def test_rows_with_answers_get_a_recipe_that_trains_on_them(row: dict[str, Any], preset: str) -> None:
+    write("rows.jsonl", [json.loads(json.dumps(row).replace("N", str(n))) for n in range(60)])
+    if preset not in ROW_PRESETS:
+        pytest.skip(f"no preset {preset} reads such rows yet")
+    config = call("--data", "rows.jsonl", "--yes")
+    assert (config.algorithm.preset, config.data.passes, config.batch.rows_per_step) == (preset, 1, 15)
+    found = check_recipe(config, Path("mine.toml"))
+    assert found.warnings == [] and "kept 60, dropped none" in found.notes["data"][0]
+    if preset == "sft":
+        assert config.data.holdout is not None and config.data.holdout.groups == 3 and found.config.steps == 4
+
+
+def test_rows_recipe_takes_columns_steps_and_the_keys_that_the_template_needs(tmp_path: Path) -> None:
+    write("rows.jsonl", [{"ask": f"q{n}", "say": "a"} for n in range(40)])
+    words = ["--data", "rows.jsonl", "--preset", "sft", "--prompt-field", "ask", "--answer-field", "say"]
+    config = call(*words, "--steps", "7", "--system-prompt", "Be kind.", "--gpus", "2")
+    assert (config.steps, config.data.passes, config.trainer.ranks, config.data.system_prompt) == (7, 0, 2, "Be kind.")
+    write_tokenizer(write_model(tmp_path / "model"), SHAPES["qwen3"], {"eos_token": "<|eot|>"})
+    chat = [{"role": ("user", "assistant")[i % 2], "content": WORDS} for i in range(4)]
+    write("chats.jsonl", [{"messages": chat}] * 8)
+    assert new.main(_parsed("own.toml", "--data", "chats.jsonl", "--model", "model")) == 0
+    data = configuration.load("own.toml").data
+    assert (data.turns, data.end) == ("each", "token"), "earlier turns are written differently; another end token"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--reward", "exact_match"], "--reward exact_match: sft trains on the answers"),
+        (["--prompt-field", "x"], r"rows.jsonl, --preset sft: the rows have the columns a, b; .*data\.prompt_field"),
+    ],
+)
+def test_rows_recipe_refuses_what_it_does_not_read(words: list[str], text: str) -> None:
+    write("rows.jsonl", [{"a": "q", "b": "a"}])
+    with pytest.raises(ConfigError, match=text):
+        call("--data", "rows.jsonl", "--preset", "sft", *words)
+    assert not Path("mine.toml").exists()
 
 
 def test_a_split_of_a_folder_is_in_the_recipe(folder: Path) -> None:

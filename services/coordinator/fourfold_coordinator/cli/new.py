@@ -21,6 +21,7 @@ from fourfold import config as configuration
 from fourfold.cli.numbers import whole
 from fourfold.config import PRESETS, DataConfig, DataSourceConfig, parse_template
 from fourfold.config.reward import ANSWER_VERIFIERS
+from fourfold.config.rows import ROW_PRESETS
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.host.hardware import visible_gpus
 from fourfold.host.program import program
@@ -32,6 +33,8 @@ from fourfold.text import choices, clean
 
 from ..data.load_prompts import RawPrompt, answer_of, read_prompt, tokenize
 from ..data.sources import Row, read_rows
+from ..rows.normal import Form
+from .new_rows import RowAnswers, answers_of, proposed_preset, rows_recipe
 
 _PROMPT_COLUMNS: Final[tuple[str, ...]] = (
     "question", "prompt", "problem", "query", "instruction", "messages", "conversations", "input", "text"
@@ -90,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SOURCE",
-        help="JSONL, JSON, CSV, TSV or Parquet file, dataset folder or hf:OWNER/NAME with training prompts; may be "
-        "repeated",
+        help="JSONL, JSON, CSV, TSV or Parquet file, dataset folder or hf:OWNER/NAME with training prompts, or with "
+        "rows to train on; may be repeated",
     )
     parser.add_argument("--split", default="", help="split of the data sets, such as train")
     parser.add_argument("--config", default="", help="configuration (subset) of data sets of the hub")
@@ -108,7 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "found by its name",
     )
     parser.add_argument("--reward", help="a built-in verifier, or FILE.py:FUNCTION; default: by the answers")
-    parser.add_argument("--preset", metavar="NAME", help=f"algorithm: {', '.join(sorted(PRESETS))}; default: grpo")
+    parser.add_argument(
+        "--preset",
+        metavar="NAME",
+        help=f"algorithm: {', '.join(sorted({*PRESETS, *ROW_PRESETS}))}; default: by the data",
+    )
     parser.add_argument(
         "--system-prompt",
         metavar="TEXT",
@@ -124,7 +131,11 @@ def main(args: argparse.Namespace) -> int:
     """Write a recipe, check it, and print the next command; return the exit code."""
     _check_place(args.recipe)
     ask = _ask_terminal if sys.stdin.isatty() and not args.yes else _take_default
-    text = recipe_text(_collect(args, ask))
+    read = partial(_read, args)
+    question = "Training data (JSONL, JSON, CSV, Parquet, dataset folder or hf:OWNER/NAME)"
+    found = [read(path) for path in args.data] or [ask(question, "", read)]
+    preset = _row_preset(args, ask, [row for source in found for row in source.rows])
+    text = _rows_text(args, ask, found, preset) if preset else recipe_text(_collect(args, ask, found))
     configuration.from_tables(tomllib.loads(text), source="fourfold new")
     try:
         args.recipe.write_text(text, encoding="utf-8")
@@ -169,17 +180,56 @@ def _take_default(question: str, default: str, parse: Callable[[str], T]) -> T:
     return parse(default)
 
 
-def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
+def _row_preset(args: argparse.Namespace, ask: Ask[Any], rows: Sequence[Row]) -> str:
+    """Return the preset of a run that trains on the answers of the data; empty: the data has prompts and a reward."""
+    if args.preset or args.reward is not None:
+        return args.preset if args.preset in ROW_PRESETS else ""
+    form, answers = answers_of(rows)
+    if form == Form.COMPLETION and "{" in _likely_prompt(rows):
+        return ""  # a prompt of two columns, which a template joins
+    # A reward needs answers that a verifier can compare. Longer ones are trained on, as are pairs and labels.
+    if form is None or (answers and not (_reward(answers) == "exact_match" and _are_long(answers))):
+        return ""
+    if proposed := proposed_preset(form):
+        question = f"Algorithm ({proposed} trains on the answers of the data; with a reward: {_PRESETS_SHOWN})"
+        args.preset = ask(question, proposed, _check_preset)
+    return args.preset if args.preset in ROW_PRESETS else ""
+
+
+def _rows_text(args: argparse.Namespace, ask: Ask[Any], found: Sequence[_Source], preset: str) -> str:
+    """Return the recipe of a run of rows."""
+    for flag, value in (("--reward", args.reward), ("--max-new-tokens", args.max_new_tokens)):
+        if value is not None:
+            raise ConfigError(
+                f"{flag} {value}: {preset} trains on the answers of the data, and samples none; remove it"
+            )
+    model = args.model
+    fields = {key: getattr(args, key) for key in ("prompt_field", "answer_field", "system_prompt")}
+    return rows_recipe(
+        RowAnswers(
+            name=_name(args.recipe),
+            model=ask("Model folder or hf:OWNER/NAME", _DEFAULT_MODEL, _check_model) if model is None else model,
+            sources=tuple(source.config for source in found),
+            rows=[row for source in found for row in source.rows],
+            preset=preset,
+            fields={key: value for key, value in fields.items() if value},
+            steps=args.steps if args.steps is not None else 0,
+            gpus=args.gpus if args.gpus is not None else len(visible_gpus()),
+        )
+    )
+
+
+def _name(recipe: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", recipe.stem)[:64] or "mine"
+
+
+def _collect(args: argparse.Namespace, ask: Ask[Any], found: list[_Source]) -> Answers:
     """Ask for the missing options, with defaults from the data and the machine."""
 
     def option(given: str | None, question: str, default: str, parse: Callable[[str], T]) -> T:
         value: T = parse(given) if given is not None else ask(question, default, parse)
         return value
 
-    read = partial(_read, args)
-    found = [read(path) for path in args.data]
-    if not found:
-        found = [option(None, "Training data (JSONL, JSON, CSV, Parquet, dataset folder or hf:OWNER/NAME)", "", read)]
     rows = [row for source in found for row in source.rows]
     gpus = args.gpus if args.gpus is not None else len(visible_gpus())
     columns = ", ".join(rows[0])
@@ -209,7 +259,7 @@ def _collect(args: argparse.Namespace, ask: Ask[Any]) -> Answers:
     longest = "1024" if gpus else "64"
     steps = str(_steps(len(rows), gpus))
     return Answers(
-        name=re.sub(r"[^A-Za-z0-9_-]", "-", args.recipe.stem)[:64] or "mine",
+        name=_name(args.recipe),
         model=model,
         sources=tuple(source.config for source in found),
         data=data,
@@ -369,8 +419,8 @@ def _check_reward(name: str, *, has_answers: bool) -> str:
 
 
 def _check_preset(name: str) -> str:
-    if name not in PRESETS:
-        raise ConfigError(f"--preset {name} is unknown; {choices(name, sorted(PRESETS))}")
+    if name not in (known := {*PRESETS, *ROW_PRESETS}):
+        raise ConfigError(f"--preset {name} is unknown; {choices(name, sorted(known))}")
     return name
 
 

@@ -41,8 +41,16 @@ def resume_command(run_dir: Path) -> str:
     """Return the command that continues the run of a folder with the options of its last start."""
     words = ["run", "--resume", str(run_dir)]
     with suppress(OSError, ValueError, AttributeError, RecursionError):  # started by hand, or a damaged file
-        found = json.loads((run_dir / _LAUNCH_FILE).read_text(encoding="utf-8"))
-        for name, default in LAUNCH_OPTIONS.items():
-            if (value := found.get(name, default)) != default:
-                words += [f"--{name.replace('_', '-')}", clean(str(value), _MOST_CHARACTERS)]
+        words += launch_words(json.loads((run_dir / _LAUNCH_FILE).read_text(encoding="utf-8")))
     return f"{program()} {shlex.join(words)}"
+
+
+def launch_words(options: Mapping[str, object]) -> list[str]:
+    """Return the words of a command that set LAUNCH_OPTIONS to these values, where they differ from the defaults."""
+    found = {name: options.get(name, default) for name, default in LAUNCH_OPTIONS.items()}
+    given = {name: value for name, value in found.items() if value != LAUNCH_OPTIONS[name]}
+    return [
+        word
+        for name, value in given.items()
+        for word in (f"--{name.replace('_', '-')}", clean(str(value), _MOST_CHARACTERS))
+    ]

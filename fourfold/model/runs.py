@@ -109,7 +109,7 @@ def export_folder(source: str, key: str) -> Path:
         near = nearest_name(name, [path.parent.name for path in _RUNS.glob("*/config.toml")])
         raise ConfigError(
             f"{key} = {source!r}: no run {name} in {_RUNS.absolute()}"
-            + (f"; did you mean run:{near}?" if near and near != _LATEST else "")
+            + (f"; did you mean run:{near}?" if near and near != _LATEST else ".")
             + f" To make it: fourfold run RECIPE.toml --name {name}, or give its recipe before this one"
         )
     if weights.isdecimal() and (export := folder / f"model-step-{int(weights)}").is_dir():

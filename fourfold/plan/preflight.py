@@ -17,6 +17,7 @@ from fourfold import config as configuration
 from fourfold.algorithm.registry import load_entry
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.plan.chain import check_run_sources
 
 _GROUP: Final = "fourfold.checks"
 
@@ -70,7 +71,7 @@ def check_recipe(config: Config, recipe: Path, assignments: Sequence[str] = ()) 
 
     Raises ConfigError: a check failed; the message begins with the line of the key.
     """
-    found = Preflight(config)
+    found = Preflight(config, warnings=check_run_sources(config))
     for entry in sorted(importlib.metadata.entry_points(group=_GROUP), key=lambda entry: entry.name):
         check: Check = load_entry(entry)
         try:

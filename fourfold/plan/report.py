@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -26,12 +27,14 @@ from fourfold.config.reward import RewardModelConfig
 from fourfold.config.sources import MIXTURE_BLOCK
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import available_memory, smallest_memory, visible_gpus
+from fourfold.model import runs
 from fourfold.model.classifier import ClassifierFolder
 from fourfold.model.folder import ModelShape
 from fourfold.plan.agents import agents_plan
 from fourfold.plan.algorithm import algorithm_plan, noise_warnings
 from fourfold.plan.asynchrony import lag_plan
 from fourfold.plan.batch import BatchPlan, batch_plan, engine_limits
+from fourfold.plan.chain import Link, describe_chain, expected_run, load_chain, named
 from fourfold.plan.memory import (
     GIB,
     MemoryRow,
@@ -57,7 +60,12 @@ _COLUMNS: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, help="TOML file of the run")
+    parser.add_argument(
+        "recipe",
+        type=Path,
+        nargs="+",
+        help="TOML file of the run; several: of runs in this order, as of `fourfold run`",
+    )
     parser.add_argument(
         "--rates",
         type=Path,
@@ -74,25 +82,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the plan of a recipe, or the recipe with all defaults."""
-    config = configuration.load(args.recipe, args.set)
+    """Print the plan of recipes, or a recipe with all defaults."""
+    links = load_chain(args.recipe, args.set)
     if args.resolved and args.rates:
         raise ConfigError("--resolved and --rates exclude each other: a recipe has no rates; give one of them")
+    if args.resolved and len(links) > 1:
+        raise ConfigError(f"--resolved prints one recipe, and {len(links)} are given; give one of them")
     if args.resolved:
-        print(configuration.dump(config), end="")
+        print(configuration.dump(links[0].config), end="")
         return 0
-    predictor = load_predictor(args.rates)
-    if args.skip_checks:
-        found = Preflight(config)
-    else:
-        from fourfold.security.access import VIEWER, Security  # imports gRPC, which a plan without checks need not load
-
-        Security.load(config.security, VIEWER)  # as `fourfold run` does first
-        found = check_recipe(config, args.recipe, args.set)
-        config = found.config
-    print(describe(config, found, predictor), end="")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    print("".join(f"{line}\n" for line in rendered_lines(found.rendered, colour=colour)), end="")
+    predictor, planned = load_predictor(args.rates), list[Config]()
+    with runs.expect_runs() as expect:
+        for link in links:
+            with named(link.file) if len(links) > 1 else nullcontext():
+                found = Preflight(link.config) if args.skip_checks else _check(link, args.set)
+                text = describe(found.config, found, predictor)
+            print("\n" * bool(planned) + text, end="", flush=True)
+            print("".join(f"{line}\n" for line in rendered_lines(found.rendered, colour=colour)), end="")
+            planned.append(found.config)
+            expect(found.config.name, expected_run(found.config))
+        if len(links) > 1:
+            print(f"\n{describe_chain(planned)}")
     return 0
 
 
@@ -117,6 +128,13 @@ def _shortened(text: str) -> str:
     if (more := len(text) - _SHOWN_BEGIN - _SHOWN_END) > 0:
         text = f"{text[:_SHOWN_BEGIN]} [... {more:,} characters ...] {text[-_SHOWN_END:]}"
     return printable(text)
+
+
+def _check(link: Link, assignments: Sequence[str]) -> Preflight:
+    from fourfold.security.access import VIEWER, Security  # imports gRPC, which a plan without checks need not load
+
+    Security.load(link.config.security, VIEWER)  # as `fourfold run` does first
+    return check_recipe(link.config, link.file, assignments)
 
 
 def describe(config: Config, found: Preflight | None = None, predictor: SpeedPredictor | None = None) -> str:

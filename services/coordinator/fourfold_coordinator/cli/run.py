@@ -1,5 +1,7 @@
 """`fourfold run`: starts every service of a recipe, shows the run, and stops all services at its end.
 
+Several recipes run one after the other (`cli/chain.py`).
+
 recipe -> runs/<name>/config.toml -> model folder -> coordinator -> the other services
                                                          |
       report  <-  coordinator exits 0  <-  display  <----'   Ctrl-C, SIGTERM or a failure:
@@ -51,6 +53,7 @@ from ..launch.run_folder import (
     write_stop_reason,
 )
 from ..launch.run_names import CONFIG_FILE, RUN_LOCK
+from .chain import run_chain
 from .dashboard import Dashboard, Schedule
 from .summary import report_lines
 from .watch import follow
@@ -58,11 +61,26 @@ from .watch import follow
 _TICK_SECONDS: Final = 0.1
 _REDRAWS_PER_SECOND: Final = 2
 _LAST_STATUS_SECONDS: Final = 1.0
+_FIRST_UNFINISHED: Final = Path()  # --resume without a folder; compared by identity, because `.` is a folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, nargs="?", help="a TOML file, for example recipes/quickstart.toml")
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
+    parser.add_argument(
+        "recipe",
+        type=Path,
+        nargs="*",
+        help="a TOML file, for example recipes/quickstart.toml; several run in this order, and a later one may begin "
+        'with the run of an earlier one (model.source = "run:NAME")',
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN_DIR",
+        nargs="?",
+        const=_FIRST_UNFINISHED,
+        help="continue a run from its last checkpoint; after recipes, without RUN_DIR: continue with the first of them "
+        "that is not done",
+    )
     configuration.add_set_option(parser, "trainer.learning_rate=1e-5", ", of a resumed run also in its config.toml")
     parser.add_argument("--name", default="", help="name of the run's folder under runs/, default that of the recipe")
     add_launcher_arguments(parser)
@@ -79,49 +97,74 @@ def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run a recipe, or resume a run; return the exit code."""
-    if (args.recipe is None) == (args.resume is None):
-        print("fourfold run: give a recipe, or --resume RUN_DIR", file=sys.stderr)
+    """Run recipes in order, or resume a run; return the exit code."""
+    continues = args.resume is _FIRST_UNFINISHED
+    has_folder = args.resume is not None and not continues
+    if args.recipe and has_folder:
+        raise ConfigError(f"--resume {args.resume}: beside recipes it takes no folder; write --resume after them")
+    if not args.recipe and not has_folder:
+        print("fourfold run: give recipes, or --resume RUN_DIR", file=sys.stderr)
         return 2
     signals = SignalHandler()
     with signals.installed():
-        if args.resume is not None:
-            run_dir = find_run(args.resume)
-            config = _resumed_config(run_dir, args)
-            warn_of_little_room(run_dir)
-            if args.set:
-                config = _check_recipe(config, run_dir / CONFIG_FILE, args)
-                if config.data.passes:  # services and config.toml get the number of steps, too
-                    args.set = [*args.set, f"steps={config.steps}"]
-                _check_done(config, run_dir)
-            else:
-                _check_security(config, args.listen)
-                check_sequence_parallel(config)
+        if continues or len(args.recipe) > 1:
+            return run_chain(args, check=partial(_check_link, args=args), start=partial(_run_link, signals=signals))
+        args.recipe = args.recipe[0] if args.recipe else None
+        return _run(args, signals)
+
+
+def _check_link(config: Config, file: Path, *, args: argparse.Namespace) -> Config:
+    """Check a recipe of a chain as its own start will; return it with its number of steps."""
+    config = _check_recipe(config, file, args)
+    if args.launcher == "local":
+        local_gpus(config)
+    return config
+
+
+def _run_link(args: argparse.Namespace, *, signals: SignalHandler) -> int:
+    """Run a recipe of a chain; return the exit code, above 0 after a signal that came as the run ended."""
+    return _run(args, signals) or (signals.number and 128 + signals.number)
+
+
+def _run(args: argparse.Namespace, signals: SignalHandler) -> int:
+    """Run one recipe, or resume one run; return the exit code."""
+    if args.resume is not None:
+        run_dir = find_run(args.resume)
+        config = _resumed_config(run_dir, args)
+        warn_of_little_room(run_dir)
+        if args.set:
+            config = _check_recipe(config, run_dir / CONFIG_FILE, args)
+            if config.data.passes:  # services and config.toml get the number of steps, too
+                args.set = [*args.set, f"steps={config.steps}"]
+            _check_done(config, run_dir)
         else:
-            config = configuration.load(args.recipe, args.set)
-            # Check the recipe before the folder is made, so that a mistake leaves no run folder.
-            warn_of_little_room(Path.cwd())
-            config = _check_recipe(config, args.recipe, args)
-            if args.launcher == "local":
-                local_gpus(config)
-            run_dir, config = make_run_dir(config, args.name or config.name)
-        with locked(run_dir / RUN_LOCK, "`fourfold run`"):
-            if args.resume is not None and is_finished(run_dir, config):
-                passes = config.data.passes
-                key, done = ("data.passes", f"{passes:g}") if passes else ("steps", config.steps)
-                more = f"To train further, add --set {key}=N with an N above {done}."
-                print(f"{run_dir} is finished already, with {config.steps} steps. {more}")
-                return _print_report(run_dir)
-            try:
-                model_folder.resolve(config.model.source, config.data.chat_template)
-                launcher = make_launcher(args, config, run_dir)
-            except BaseException:
-                if args.resume is None:  # nothing was started, so the folder has nothing to keep
-                    shutil.rmtree(run_dir, ignore_errors=True)
-                raise
-            link_latest(run_dir)
-            write_launch_options(run_dir, vars(args))
-            return RunCommand(args, config, run_dir, launcher, signals).execute()
+            _check_security(config, args.listen)
+            check_sequence_parallel(config)
+    else:
+        config = configuration.load(args.recipe, args.set)
+        # Check the recipe before the folder is made, so that a mistake leaves no run folder.
+        warn_of_little_room(Path.cwd())
+        config = _check_recipe(config, args.recipe, args)
+        if args.launcher == "local":
+            local_gpus(config)
+        run_dir, config = make_run_dir(config, args.name or config.name)
+    with locked(run_dir / RUN_LOCK, "`fourfold run`"):
+        if args.resume is not None and is_finished(run_dir, config):
+            passes = config.data.passes
+            key, done = ("data.passes", f"{passes:g}") if passes else ("steps", config.steps)
+            more = f"To train further, add --set {key}=N with an N above {done}."
+            print(f"{run_dir} is finished already, with {config.steps} steps. {more}")
+            return _print_report(run_dir)
+        try:
+            model_folder.resolve(config.model.source, config.data.chat_template)
+            launcher = make_launcher(args, config, run_dir)
+        except BaseException:
+            if args.resume is None:  # nothing was started, so the folder has nothing to keep
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+        link_latest(run_dir)
+        write_launch_options(run_dir, vars(args))
+        return RunCommand(args, config, run_dir, launcher, signals).execute()
 
 
 def warn_of_little_room(folder: Path) -> None:

@@ -44,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_whole,
         default=0,
         metavar="N",
-        help="trl: processes of the trainer, if no launcher names them",
+        help="processes of the trainer, if no launcher names them",
+    )
+    parser.add_argument(
+        "--trainer",
+        default="",
+        metavar="NAME",
+        help="trainer of a file that names none: train_sft, train_ppo_ray ..., or sft, grpo ... of TRL",
     )
     parser.add_argument("--name", default="", help="name of the run")
 
@@ -53,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the recipe to stdout, and what was not converted to stderr."""
     source = "stdin" if args.file == "-" else args.file
     text = _read(args.file)
-    options = Options(source=source, name=args.name, rows=args.rows, processes=args.gpus)
+    options = Options(source=source, name=args.name, rows=args.rows, processes=args.gpus, trainer=args.trainer)
     rules: Any = importlib.import_module(f"fourfold_tools.migrate.{_SYSTEMS[args.system]}")
     draft = rules.convert(text, options, _variables(args.define), dict(os.environ) if args.environment else {})
     recipe = draft.text(f"Converted from {args.system}'s {source} by `fourfold import`.")

@@ -13,14 +13,19 @@ from fourfold.config import DataSourceConfig, parse_template
 from fourfold.config.schema import SinkName
 from fourfold.errors import ConfigError
 from fourfold.paths import expand_home
+from fourfold.text import choices, clean
 from fourfold_tools.migrate.draft import Draft
+from fourfold_tools.migrate.flags import Flag, names_of
 
 ASSUMED_ROWS: Final = 10_000
 _MOST_COUNTED_BYTES: Final = 4 << 30  # 8 s at the measured 0.5 GiB/s
-_DATA_FLAGS: Final = ("data.prompt_dataset", "dataset_name", "data.train_files")  # of the training data, in each system
+# Flags of the training data, in each system.
+_DATA_FLAGS: Final = ("data.prompt_dataset", "data.dataset", "dataset_name", "data.train_files")
 KV_CACHE_GIB: Final = 8
 MIN_REFERENCE_TOKENS: Final = 8192
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w.-][\w./-]*)?")
+_PROCESSES: Final = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num_gpus)(?:=|\s+)(\d+)")
+_NODES: Final = re.compile(r"--(?:nnodes|num_nodes)(?:=|\s+)(\d+)")
 _DATA_FILES: Final = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
@@ -36,6 +41,8 @@ class Options:
     """Rows of the training data; 0: unknown."""
     processes: int = 0
     """Processes of the trainer, where the configuration has no number of them; 0: unknown."""
+    trainer: str = ""
+    """Name of the trainer that the configuration is for; empty: as the configuration says."""
 
 
 def run_name(draft: Draft, options: Options, candidates: Sequence[tuple[str, str | None]], fallback: str) -> None:
@@ -46,6 +53,45 @@ def run_name(draft: Draft, options: Options, candidates: Sequence[tuple[str, str
             draft.set("name", name, *([flag] if flag else []))
             return
     draft.set("name", fallback)
+
+
+def trainer(
+    options: Options, named: str, tables: Mapping[str, Mapping[str, Flag]], names: Sequence[str]
+) -> tuple[str, str]:
+    """Return the trainer of a configuration, and a point to check if that is a guess.
+
+    It is that of the options (ConfigError: it is unknown), that which the configuration names, or the one whose table
+    has most of the configuration's `names`.
+    """
+    if options.trainer and options.trainer not in tables:
+        raise ConfigError(f"--trainer {clean(options.trainer, 80)} is unknown; {choices(options.trainer, tables)}")
+    if found := options.trainer or named:
+        return found, ""
+    counts = {one: len({*names} & {*names_of(table)}) for one, table in tables.items()}
+    best = [one for one in tables if counts[one] == max(counts.values())]
+    found = next((one for one in best if one.removeprefix("train_") in options.source.lower()), best[0])
+    others = ", ".join(one for one in best if one != found)
+    guess = f"it is read as a configuration of {found}; for {others}, import again with --trainer"
+    return found, guess if others else ""
+
+
+def ranks(draft: Draft, options: Options, launcher: str, *names: str, given: int = 0, why: str = "") -> None:
+    """Set the number of the trainer's processes: of the options, of the configuration, or of the launcher's words."""
+    found, nodes = _PROCESSES.search(launcher), _NODES.search(launcher)
+    count = options.processes or given
+    if not count and found:
+        count = int(found[1]) * (int(nodes[1]) if nodes else 1)
+    note = "--gpus" if options.processes else "" if given else "processes of the launcher"
+    draft.set("trainer.device", "cuda")
+    draft.set(
+        "trainer.ranks", max(count, 1), *([] if note and count else names),
+        note=note if count else "CHECK: not in the configuration",
+    )  # fmt: skip
+    if not count:
+        draft.check(
+            f"trainer.ranks = 1: the configuration does not have the number of processes{why}. Import again with "
+            f"--gpus N"
+        )
 
 
 def model(draft: Draft, key: str, source: str | None, *names: str, note: str = "") -> None:
@@ -130,25 +176,56 @@ def steps(
         options: may have the number of rows.
         limit: most rows that are used; 0: unknown.
         passes: passes over the rows.
-        prompts: prompts of one step.
+        prompts: prompts or rows of one step.
         names: flags of the calculation.
         fixed: number of steps that the configuration has; 0: none.
     """
     if fixed:
         draft.set("steps", fixed, *names)
         return fixed
-    known_rows = options.rows or _count_rows(draft)
-    rows = min(known_rows, limit) if known_rows and limit else known_rows or limit or ASSUMED_ROWS
-    count = max(int(rows * passes / prompts), 1)
-    text = f"{rows:,} rows x {passes:g} / {prompts:,} prompts"
-    draft.set("steps", count, *names, note=text if known_rows else f"CHECK: {text}")
-    if not known_rows:
-        known = f"at most {limit:,} are used" if limit else f"{ASSUMED_ROWS:,} are assumed"
+    count, text, unknown = _count_steps(draft, options, limit, passes, prompts)
+    draft.set("steps", count, *names, note=f"CHECK: {text}" if unknown else text)
+    if unknown:
+        draft.check(f"steps = {count}: {unknown}, or correct steps, and warmup_steps where it is not 0")
+    return count
+
+
+def row_steps(
+    draft: Draft, options: Options, *, limit: int, passes: float, names: Sequence[str], counted: bool, fixed: int = 0
+) -> int:
+    """Set `data.passes` of a run of rows; `steps` if it is fixed, or sources have weights, so that passes have no end.
+
+    Args:
+        draft, options, limit, passes, names, fixed: as those of `steps`.
+        counted: whether the number of steps is needed, because a flag is a share of it.
+
+    Returns:
+        The number of steps; 0 if it is not needed.
+    """
+    rows = draft.lines["batch",]["rows_per_step"].value
+    if fixed or any("weight" in lines for table, lines in draft.lines.items() if table[:2] == ("data", "train")):
+        return steps(draft, options, limit=limit, passes=passes, prompts=rows, names=names, fixed=fixed)
+    draft.set("data.passes", float(passes), *names)
+    if not counted:
+        return 0
+    count, text, unknown = _count_steps(draft, options, limit, passes, rows)
+    if unknown:
         draft.check(
-            f"steps = {count}: the configuration does not have the number of rows of the data; {known}. Import again "
-            f"with --rows N, or correct steps, and warmup_steps where it is not 0"
+            f"trainer.warmup_steps and other shares of the steps are for {count} steps ({text}): {unknown}, or correct "
+            f"them"
         )
     return count
+
+
+def _count_steps(draft: Draft, options: Options, limit: int, passes: float, prompts: int) -> tuple[int, str, str]:
+    """Return the steps, how they were calculated, and a sentence if the number of rows is unknown."""
+    known_rows = options.rows or _count_rows(draft)
+    rows = min(known_rows, limit) if known_rows and limit else known_rows or limit or ASSUMED_ROWS
+    unit = "rows" if "rows_per_step" in draft.lines["batch",] else "prompts"
+    text = f"{rows:,} rows x {passes:g} / {prompts:,} {unit}"
+    known = f"at most {limit:,} are used" if limit else f"{ASSUMED_ROWS:,} are assumed"
+    unknown = f"the configuration does not have the number of rows of the data; {known}. Import again with --rows N"
+    return max(int(rows * passes / prompts), 1), text, "" if known_rows else unknown
 
 
 def _count_rows(draft: Draft) -> int:

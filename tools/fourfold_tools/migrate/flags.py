@@ -96,6 +96,11 @@ def row(
     return Flag(name=name, kind=kind, default=default, to=to, how=how, older=older, values=values)
 
 
+def unconverted(reason: str, names: str) -> list[Flag]:
+    """Return flags of any kind that have no line in a recipe, for one reason; `names` have spaces between them."""
+    return [row(name, "any", None, "", reason) for name in names.split()]
+
+
 def table_of(rows: Iterable[Flag]) -> dict[str, Flag]:
     """Return the rows by name."""
     return {row.name: row for row in rows}

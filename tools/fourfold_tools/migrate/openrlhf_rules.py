@@ -8,7 +8,7 @@ from typing import Final
 
 from fourfold.config import PRESETS
 from fourfold.errors import ConfigError
-from fourfold_tools.migrate import common
+from fourfold_tools.migrate import common, openrlhf_rows
 from fourfold_tools.migrate import openrlhf_shared as shared
 from fourfold_tools.migrate.common import Options
 from fourfold_tools.migrate.draft import Draft
@@ -16,7 +16,8 @@ from fourfold_tools.migrate.flags import parse_arguments
 from fourfold_tools.migrate.openrlhf import TABLE
 from fourfold_tools.migrate.shell import read_command
 
-_PROGRAM: Final = re.compile(r"(openrlhf\.cli\.|openrlhf/cli/|^)train_ppo_ray(\.py)?$")
+_TABLES: Final = {"train_ppo_ray": TABLE, **openrlhf_rows.TABLES}
+_PROGRAM: Final = re.compile(rf"(openrlhf\.cli\.|openrlhf/cli/|^)({'|'.join(_TABLES)})(\.py)?$")
 _OTHER: Final = re.compile(r"openrlhf[./]cli[./](\w+)")
 _PRESETS: Final = {
     "gae": "openrlhf-ppo",
@@ -35,7 +36,7 @@ _REWARD_SECONDS: Final = 180.0
 
 
 def convert(text: str, options: Options, variables: Mapping[str, str], environment: Mapping[str, str]) -> Draft:
-    """Return the recipe of a script with a command of train_ppo_ray, or of a text with its flags.
+    """Return the recipe of a script with a command of train_ppo_ray or of another trainer, or of a text with its flags.
 
     Raises:
         ConfigError: there is no such command, or a flag has a wrong value.
@@ -46,15 +47,18 @@ def convert(text: str, options: Options, variables: Mapping[str, str], environme
         has = f"it runs {other}, which has no equivalent" if other else f"it has {len(script.words):,} other words"
         raise ConfigError(
             f"{options.source}: no command of openrlhf.cli.train_ppo_ray; {has}. Give a script that runs python3 -m "
-            f"openrlhf.cli.train_ppo_ray, or a file with its flags"
+            f"openrlhf.cli.NAME, NAME one of {', '.join(_TABLES)}, or a file with its flags"
         )
-    flags = parse_arguments(TABLE, script.words)
+    named = _PROGRAM.search(script.program)
+    words = [word[2:].partition("=")[0] for word in script.words if word.startswith("--")]
+    trainer, guess = common.trainer(options, named[2] if named else "", _TABLES, words)
+    flags = parse_arguments(_TABLES[trainer], script.words)
     for name in _ONCE_SHARED:
-        if flags.given(f"actor.{name}") and "." not in flags.spellings[f"actor.{name}"]:
+        if f"actor.{name}" in flags.values and "." not in flags.spellings[f"actor.{name}"]:
             flags.values.setdefault(f"critic.{name}", flags[f"actor.{name}"])
             flags.spellings.setdefault(f"critic.{name}", flags.spellings[f"actor.{name}"])
     draft = Draft(flags)
-    for problem in (*flags.problems, *script.notes):
+    for problem in filter(None, (*flags.problems, *script.notes, guess)):
         draft.check(problem)
     common.run_name(
         draft,
@@ -62,8 +66,11 @@ def convert(text: str, options: Options, variables: Mapping[str, str], environme
         [(name, flags[name] if flags.given(name) else None) for name in ("logger.wandb.run_name", "ckpt.output_dir")],
         "openrlhf",
     )
-    for rule in _RULES:
-        rule(draft, options)
+    if trainer in openrlhf_rows.TABLES:
+        openrlhf_rows.convert(draft, options, " ".join(script.before))
+    else:
+        for rule in _RULES:
+            rule(draft, options)
     draft.copy()
     _explain_leftovers(draft)
     draft.check_placeholders(script.placeholders)

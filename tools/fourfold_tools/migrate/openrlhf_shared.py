@@ -31,18 +31,13 @@ def sequence_parallel(draft: Draft) -> int:
 def rates(draft: Draft, prefix: str, table: str, count: int) -> None:
     """Set the learning rate over `count` steps and the clip of gradients; `prefix` is that of `optimizer_rows`."""
     flags = draft.flags
-    kind = flags[f"{prefix}lr_scheduler"]
+    names = ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "max_norm")
+    kind, warmup, least, limit = (f"{prefix}{name}" for name in names)
     common.schedule(
-        draft,
-        table,
-        kind,
-        [f"{prefix}lr_scheduler"],
-        warmup=common.warmup_steps(flags[f"{prefix}lr_warmup_ratio"], count),
-        warmup_names=[f"{prefix}lr_warmup_ratio"],
-        final=flags[f"{prefix}min_lr_ratio"] if kind == "cosine_with_min_lr" else 0.0,
-        final_names=[f"{prefix}min_lr_ratio"],
-    )
-    common.gradient_limit(draft, f"{table}.max_grad_norm", flags[f"{prefix}max_norm"], f"{prefix}max_norm")
+        draft, table, flags[kind], [kind], warmup=common.warmup_steps(flags[warmup], count), warmup_names=[warmup],
+        final=flags[least] if flags[kind] == "cosine_with_min_lr" else 0.0, final_names=[least],
+    )  # fmt: skip
+    common.gradient_limit(draft, f"{table}.max_grad_norm", flags[limit], limit)
 
 
 def optimizer(draft: Draft, prefix: str) -> None:

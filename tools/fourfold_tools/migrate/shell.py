@@ -65,6 +65,8 @@ class Script:
     """Points that the user has to check."""
     found: bool = True
     """False: no command runs the program, and `words` are all words of the text."""
+    program: str = ""
+    """The word that names the program."""
 
 
 def read_command(
@@ -97,7 +99,8 @@ def read_command(
         found += _training_commands(commands, programs, reader)
     if not found:
         return Script([word for words in commands for word in words], [], reader.placeholders, found=False)
-    found = [script for script in found if script.words] or found  # `conda activate grpo` trains nothing
+    # `conda activate grpo`, and a text with the word sft, train nothing.
+    found = [script for script in found if any(w.startswith("--") or "=" in w for w in script.words)] or found
     script = found[0]
     if len(found) > 1:
         script.notes.append(f"{path} has {len(found)} training commands; this is the first")
@@ -121,7 +124,7 @@ def _training_commands(commands: list[list[str]], programs: re.Pattern[str], rea
 def _training_command(words: list[str], programs: re.Pattern[str], reader: _Reader, depth: int = 0) -> Script | None:
     for index, word in enumerate(words):
         if programs.search(word) and not any(c.isspace() for c in word):
-            return Script(words[index + 1 :], words[:index], reader.placeholders)
+            return Script(words[index + 1 :], words[:index], reader.placeholders, program=word)
         if depth < _MAX_DEPTH and any(c.isspace() for c in word) and _mentions(programs, word):
             inner = reader.nested(word)
             for command in inner.read():

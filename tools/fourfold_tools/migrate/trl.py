@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fourfold_tools.migrate.flags import Flag, row, table_of
+from fourfold_tools.migrate.flags import unconverted as _none
 
 _NUCLEUS: Final = "no equivalent: the engine would renormalise, and importance ratios would be wrong; use temperature"
 _TRANSFORMERS: Final = "not needed: completions come from vLLM engines"
@@ -24,18 +25,23 @@ _FSDP: Final = "no equivalent: use trainer.zero_stage = 3"
 _TORCH: Final = "not needed: an option of torch that Fourfold sets itself, or of another machine"
 _ACCELERATE: Final = "not needed: an option of accelerate's launcher; the services start their own processes"
 _OPEN_R1: Final = "no equivalent: an option of open-r1's rewards; write it into the reward function"
-_EVALUATION: Final = "not needed: evaluations score completions, and have no micro-batches of their own"
-
-
-def _none(reason: str, names: str) -> list[Flag]:
-    """Return options of any kind that have no line in a recipe, for one reason."""
-    return [row(name, "any", None, "", reason) for name in names.split()]
-
+_EVALUATION: Final = "not needed: evaluations have no micro-batches of their own"
 
 _BATCH: Final = [
     row("per_device_train_batch_size", "int", 8, "batch.mini_batches_per_step, batch.tokens_per_micro_batch",
          "x processes x gradient_accumulation_steps: samples of an optimizer step"),
     row("gradient_accumulation_steps", "int", 1, "batch.mini_batches_per_step", "see per_device_train_batch_size"),
+    row("max_steps", "int", -1, "steps", "/ optimizer steps of a step; -1: num_train_epochs"),
+    row("num_train_epochs", "float", 3.0, "steps", "rows x epochs / prompts of a step"),
+    row("seed", "int", 42, "seed"),
+    row("num_processes", "int", None, "trainer.ranks", "of the launcher, or --gpus"),
+    row("mixed_precision", "text", None, "", "not needed: model.dtype is bfloat16, unless bf16 is false"),
+    *_none(_ACCELERATE, "compute_environment distributed_type downcast_bf16 enable_cpu_affinity gpu_ids machine_rank "
+           "main_process_ip main_process_port main_training_function num_machines rdzv_backend same_network tpu_env "
+           "tpu_use_cluster tpu_use_sudo"),
+]  # fmt: skip
+
+_GENERATION: Final = [
     row("generation_batch_size", "int", None, "batch.prompts_per_step", "/ num_generations"),
     row("steps_per_generation", "int", None, "batch.prompts_per_step, batch.mini_batches_per_step",
          "None: gradient_accumulation_steps"),
@@ -45,14 +51,7 @@ _BATCH: Final = [
     row("max_prompt_length", "int", None, "model.max_context_tokens", "+ max_completion_length; older versions"),
     row("vllm_max_model_length", "int", None, "model.max_context_tokens",
          "None: 1024 more than max_completion_length", older="vllm_max_model_len"),
-    row("max_steps", "int", -1, "steps", "/ optimizer steps of a step; -1: num_train_epochs"),
-    row("num_train_epochs", "float", 3.0, "steps", "rows x epochs / prompts of a step"),
-    row("seed", "int", 42, "seed"),
-    row("num_processes", "int", None, "trainer.ranks", "of the launcher, or --gpus"),
-    row("mixed_precision", "text", None, "", "not needed: model.dtype is bfloat16, unless bf16 is false"),
-    *_none(_ACCELERATE, "compute_environment distributed_type downcast_bf16 enable_cpu_affinity gpu_ids machine_rank "
-           "main_process_ip main_process_port main_training_function num_machines rdzv_backend same_network tpu_env "
-           "tpu_use_cluster tpu_use_sudo"),
+    row("num_generations_eval", "int", None, "evaluation.samples_per_prompt", "None: num_generations"),
 ]  # fmt: skip
 
 _ALGORITHM: Final = [
@@ -94,8 +93,6 @@ _ALGORITHM: Final = [
     row("use_bias_correction_kl", "bool", False, "algorithm.kl.importance_weighted", "with beta"),
     row("top_entropy_quantile", "float", 1.0, "", "no equivalent below 1: every sampled token is trained on"),
     *_none(_ADAPTIVE, "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
-    *_none(_SYNC, "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"),
-    row("router_aux_loss_coef", "float", 0.001, "trainer.router_aux_loss_coef", "if given: only for experts"),
 ]  # fmt: skip
 
 _SAMPLING: Final = [
@@ -143,9 +140,11 @@ _MODEL: Final = [
     *_none("not needed: dropout is always off", "disable_dropout"),
     row("cast_lm_head_to_fp32", "bool", False, "model.head_dtype", "true: float32, in the engines, too"),
     *_none("no equivalent: change config.json of the model's folder", "model_init_kwargs"),
+    *_none(_SYNC, "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"),
+    row("router_aux_loss_coef", "float", 0.001, "trainer.router_aux_loss_coef", "if given: only for experts"),
 ]  # fmt: skip
 
-_REWARD_AND_DATA: Final = [
+_REWARD: Final = [
     row("reward_funcs", "texts", (), "reward.function",
          "accuracy_reward: math_verify. think_format_reward: format. get_soft_overlong_punishment: length. "
          "PACKAGE.FUNCTION: the same. Of open-r1: accuracy, format and soft_overlong_punishment"),
@@ -157,6 +156,9 @@ _REWARD_AND_DATA: Final = [
            "ioi_provider"),
     row("reward_model_name_or_path", "text", None, "reward.model.source", "a table of its own beside reward_funcs"),
     row("dataset_prompt_column", "text", "prompt", "data.prompt_field"),
+]  # fmt: skip
+
+_DATA: Final = [
     row("system_prompt", "text", None, "data.system_prompt"),
     row("chat_template", "text", None, "", "no equivalent: change the chat template of the model's folder"),
     row("dataset_mixture", "any", None, "data.train.path", "of open-r1: a table [[data.train]] each"),
@@ -197,7 +199,7 @@ _OPTIMIZER_ROWS: Final = [
            "ddp_static_graph ddp_backend ddp_timeout liger_kernel_config use_cpu accelerator_config local_rank debug "
            "skip_memory_metrics full_determinism"),
     *_none("no equivalent: use trainer.sequence_parallel_size", "parallelism_config"),
-    *_none("no equivalent: this option is not part of GRPO", "neftune_noise_alpha label_smoothing_factor "
+    *_none("no equivalent: no trainer here has this option", "neftune_noise_alpha label_smoothing_factor "
            "auto_find_batch_size ignore_bias_buffers"),
 ]  # fmt: skip
 
@@ -213,7 +215,6 @@ _RUN: Final = [
     row("eval_strategy", "text", "no", "evaluation.every_steps", "no: no evaluation", values=("no", "steps", "epoch"),
          older="evaluation_strategy"),
     row("eval_steps", "float", None, "evaluation.every_steps", "/ optimizer steps of a step"),
-    row("num_generations_eval", "int", None, "evaluation.samples_per_prompt", "None: num_generations"),
     row("save_strategy", "text", "steps", "checkpoint.every_steps", "no: 10", values=("no", "steps", "epoch", "best")),
     row("save_steps", "float", 500.0, "checkpoint.every_steps", "/ optimizer steps of a step"),
     row("save_total_limit", "int", None, "checkpoint.keep", "if given"),
@@ -236,6 +237,6 @@ _RUN: Final = [
            "hub_model_revision overwrite_hub_revision push_to_hub_revision"),
 ]  # fmt: skip
 
-TABLE: Final[Mapping[str, Flag]] = table_of(
-    [*_BATCH, *_ALGORITHM, *_SAMPLING, *_MODEL, *_REWARD_AND_DATA, *_OPTIMIZER_ROWS, *_RUN]
-)
+SHARED: Final = (*_BATCH, *_MODEL, *_DATA, *_OPTIMIZER_ROWS, *_RUN)
+"""Options that all trainers of TRL have."""
+TABLE: Final[Mapping[str, Flag]] = table_of([*_GENERATION, *_ALGORITHM, *_SAMPLING, *_REWARD, *SHARED])

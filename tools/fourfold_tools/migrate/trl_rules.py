@@ -9,19 +9,19 @@ from typing import Any, Final
 
 from fourfold.errors import ConfigError
 from fourfold.text import clean
-from fourfold_tools.migrate import common
+from fourfold_tools.migrate import common, trl_rows, trl_shared
 from fourfold_tools.migrate.common import Options
 from fourfold_tools.migrate.documents import read_keywords, read_yaml
 from fourfold_tools.migrate.draft import Draft
-from fourfold_tools.migrate.flags import Flags, names_of, parse_arguments
+from fourfold_tools.migrate.flags import Flag, Flags, names_of, parse_arguments
 from fourfold_tools.migrate.shell import Script, read_command
 from fourfold_tools.migrate.trl import TABLE
 
-_PROGRAM: Final = re.compile(r"(^|/)((trl/scripts/)?grpo[\w-]*(\.py)?|trl\.scripts\.grpo|train_grpo\.py)$")
-_CALLS: Final = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig")
-_PROCESSES: Final = re.compile(r"--(?:num_processes|nproc_per_node|nproc-per-node|num-processes)(?:=|\s+)(\d+)")
-_NODES: Final = re.compile(r"--(?:nnodes)(?:=|\s+)(\d+)")
-_STAGE: Final = re.compile(r"(?:zero|stage)[^a-z0-9]{0,4}([0-3])")
+_TABLES: Final = {"grpo": TABLE, **trl_rows.TABLES}
+_PROGRAM: Final = re.compile(
+    r"(^|/)((trl/scripts/)?(grpo|sft)[\w-]*(\.py)?|trl\.scripts\.(grpo|sft)|train_(grpo|sft)\.py)$"
+)
+_CLASS: Final = re.compile(r"\b(GRPO|SFT)(?:Config|Trainer)\s*\(")
 _EPSILON: Final = 1e-4
 # Losses without clips: the option of each key.
 _SOFT: Final[Mapping[str, Mapping[str, str]]] = {
@@ -45,58 +45,68 @@ _THINK: Final = r"<think>(?!.*<think>)(.*?)</think>.*"
 
 
 def convert(text: str, options: Options, variables: Mapping[str, str], environment: Mapping[str, str]) -> Draft:
-    """Return the recipe of a YAML file, of a Python file with GRPOConfig(...), or of a command of `trl grpo`.
+    """Return the recipe of a YAML file, of a Python file with GRPOConfig(...), or of a command such as `trl sft`.
 
     Raises:
-        ConfigError: there is no configuration of GRPO, or an option has a wrong value.
+        ConfigError: there is no configuration of such a trainer, or an option has a wrong value.
     """
     notes: list[str] = []
     launcher = ""
     placeholders: Mapping[str, str] = {}
-    if re.search(r"\bGRPO(Config|Trainer)\s*\(", text):
-        values, varying = read_keywords(text, options.source, _CALLS)
-        flags = _from_values(values)
+    if called := _CLASS.search(text):
+        calls = (f"{called[1]}Config", f"{called[1]}Trainer", "LoraConfig", "ModelConfig")
+        values, varying = read_keywords(text, options.source, calls)
+        trainer, guess = common.trainer(options, called[1].lower(), _TABLES, list(values))
+        flags = _from_values(values, _TABLES[trainer])
         notes = [f"{name} has a value that is only known when the file runs; it is left out" for name in varying]
     elif re.search(r"(^|\s)--[a-z]", text):
         script = read_command(text, _PROGRAM, path=options.source, variables=variables, environment=environment)
-        flags, launcher = _from_command(script, options), " ".join(script.before)
+        named = next((one for one in _TABLES if one in script.program.rpartition("/")[2]), "")
+        words = [word[2:].partition("=")[0] for word in script.words if word.startswith("--")]
+        trainer, guess = common.trainer(options, named, _TABLES, words)
+        flags, launcher = _from_command(script, options, _TABLES[trainer]), " ".join(script.before)
         notes, placeholders = script.notes, script.placeholders
     else:
-        flags = _from_values(read_yaml(text, options.source))
+        values = read_yaml(text, options.source)
+        trainer, guess = common.trainer(options, "", _TABLES, list(values))
+        flags = _from_values(values, _TABLES[trainer])
     draft = Draft(flags)
-    for problem in (*flags.problems, *notes):
+    for problem in filter(None, (*flags.problems, *notes, guess)):
         draft.check(problem)
-    _processes(draft, options, launcher)
+    trl_shared.processes(draft, options, launcher)
     common.run_name(draft, options, [("run_name", flags["run_name"]), ("output_dir", flags["output_dir"])], "trl")
     sinks = common.listed_trackers(draft, "report_to", ("none", "None"))
     settings = {"project": "project", "tensorboard_dir": "logging_dir", "wandb_entity": "wandb_entity"}
     settings["group"] = "wandb_run_group"
     common.trackers(draft, sinks, {f"logging.{key}": flag for key, flag in settings.items()})
-    for rule in _RULES:
-        rule(draft, options)
+    if trainer in trl_rows.TABLES:
+        trl_rows.convert(draft, options)
+    else:
+        for rule in _RULES:
+            rule(draft, options)
     draft.copy()
     draft.check_placeholders(placeholders)
     return draft
 
 
-def _from_values(values: Mapping[str, Any]) -> Flags:
-    flags, known = Flags(TABLE, ""), names_of(TABLE)
+def _from_values(values: Mapping[str, Any], table: Mapping[str, Flag]) -> Flags:
+    flags, known = Flags(table, ""), names_of(table)
     if "r" in values and "use_peft" not in values:  # LoraConfig(r=...)
         flags.values["use_peft"] = True
     for name, value in values.items():
         if name in known:
-            if value is not None or TABLE[known[name]].kind in ("any", "float", "int", "text"):
+            if value is not None or table[known[name]].kind in ("any", "float", "int", "text"):
                 flags.add(name, known[name], value)
         else:
             flags.add_unknown(name)
     return flags
 
 
-def _from_command(script: Script, options: Options) -> Flags:
+def _from_command(script: Script, options: Options, table: Mapping[str, Flag]) -> Flags:
     if not script.found and not (script.words and script.words[0].startswith("--")):
         raise ConfigError(
-            f"{options.source}: no command that runs TRL's GRPO (trl grpo, or a file grpo*.py), no GRPOConfig(...) and "
-            f"no YAML; give a script, a Python file or a YAML file"
+            f"{options.source}: no command that runs a trainer of TRL (trl sft, or a file grpo*.py), no "
+            f"GRPOConfig(...) and no YAML; give a script, a Python file or a YAML file"
         )
     words, files = list(script.words), list[str]()
     for index in range(len(words) - 1, -1, -1):
@@ -104,45 +114,9 @@ def _from_command(script: Script, options: Options) -> Flags:
         if name in ("--config", "--config_file"):
             files.append(value if equals else (words[index + 1 :] or [""])[0])
             del words[index : index + (1 if equals else 2)]
-    flags = parse_arguments(TABLE, words)
+    flags = parse_arguments(table, words)
     flags.problems += [f"the command reads {file}, which is a file of its own; import that file, too" for file in files]
     return flags
-
-
-def _processes(draft: Draft, options: Options, launcher: str) -> None:
-    flags = draft.flags
-    found, nodes = _PROCESSES.search(launcher), _NODES.search(launcher)
-    count = options.processes or flags["num_processes"] or 0
-    if not count and found:
-        count = int(found[1]) * (int(nodes[1]) if nodes else 1)
-    note = "" if count else "CHECK: not in the configuration"
-    names = [] if options.processes or found else ["num_processes"]
-    note = "--gpus" if options.processes else "processes of the launcher" if found else note
-    draft.set("trainer.ranks", max(count, 1), *names, note=note)
-    if options.processes or not flags["num_processes"]:
-        draft.leave("not needed: the number of processes is known", "num_processes")
-    if not count:
-        draft.check(
-            "trainer.ranks = 1: the configuration does not have the number of processes, with which the batch grows. "
-            "Import again with --gpus N"
-        )
-    given = flags["deepspeed_config"]
-    if not isinstance(given, dict):
-        given = {"deepspeed_config_file": given} if given else {}
-    file = flags["deepspeed"] or given.get("deepspeed_config_file")
-    stage = _STAGE.search(f"{file} zero{given.get('zero_stage', '')} {launcher}".lower())
-    names = ["deepspeed_config"] if given else ["deepspeed"]
-    draft.set("trainer.device", "cuda")
-    draft.set("trainer.zero_stage", max(int(stage[1]), 1) if stage else 1, *names)
-    if given.get("offload_optimizer_device") == "cpu":
-        whole = given.get("offload_param_device") == "cpu"
-        draft.set("trainer.offload", "optimizer+parameters" if whole else "optimizer", "deepspeed_config")
-    if flags.given("compute_environment") and not flags["model_name_or_path"]:
-        draft.check(
-            "the file is one of accelerate, with processes and ZeRO stage alone; import that of the training, too"
-        )
-    if file and not stage:
-        draft.check("trainer.zero_stage = 1: the name of the DeepSpeed file has no stage; write that of the file")
 
 
 def _updates(draft: Draft) -> int:
@@ -204,26 +178,8 @@ def _steps_and_rates(draft: Draft, options: Options) -> None:
         draft.leave("not needed: max_steps is set", "num_train_epochs")
     else:
         draft.leave("not needed: num_train_epochs counts", "max_steps")
-    kind = str(flags["lr_scheduler_type"]).rpartition(".")[2].lower()
-    given, ratio = flags["warmup_steps"] or 0.0, flags["warmup_ratio"] or 0.0
-    share = given if 0 < given < 1 else 0.0 if given else ratio
-    warmup = common.warmup_steps(share, count) if share else math.ceil(given / updates)
-    more = flags["lr_scheduler_kwargs"] if isinstance(flags["lr_scheduler_kwargs"], dict) else {}
-    final = float(more.get("min_lr_rate", 0.0)) if kind == "cosine_with_min_lr" else 0.0
-    if "min_lr" in more and kind == "cosine_with_min_lr":
-        final = float(more["min_lr"]) / flags["learning_rate"]
-    common.schedule(
-        draft, "trainer", kind, ["lr_scheduler_type"], warmup=warmup,
-        warmup_names=["warmup_ratio" if share == ratio and share else "warmup_steps"],
-        final=final, final_names=["lr_scheduler_kwargs"],
-    )  # fmt: skip
-    for name in ("warmup_steps", "warmup_ratio"):
-        if name not in draft.converted:
-            draft.leave("not needed: the other option of the warm-up counts", name)
-    draft.set("trainer.adam_betas", [flags["adam_beta1"], flags["adam_beta2"]], "adam_beta1", "adam_beta2")
-    common.gradient_limit(draft, "trainer.max_grad_norm", flags["max_grad_norm"], "max_grad_norm")
-    if flags.given("router_aux_loss_coef"):
-        draft.set("trainer.router_aux_loss_coef", flags["router_aux_loss_coef"], "router_aux_loss_coef")
+    trl_shared.rates(draft, count, updates)
+    trl_shared.evaluation_and_checkpoints(draft, count, updates, "num_generations_eval")
 
 
 def _loss(draft: Draft, options: Options) -> None:
@@ -361,29 +317,8 @@ def _placement(draft: Draft, options: Options) -> None:
         draft.leave("not needed: the server has its own", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
         if flags["beta"]:
             draft.set("reference.replicas", 1, "beta", note="on a GPU of its own")
-    draft.set("model.dtype", "bfloat16" if flags["bf16"] is not False or flags["fp16"] else "float32", "bf16", "fp16")
-    if flags["cast_lm_head_to_fp32"]:
-        draft.set("model.head_dtype", "float32", "cast_lm_head_to_fp32")
-    if flags["fp16"]:
-        draft.check("model.dtype = bfloat16: float16 has no equivalent")
-
-
-def _lora(draft: Draft, options: Options) -> None:
-    flags = draft.flags
-    names = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
-    if not flags["use_peft"]:
-        draft.set("trainer.lora.rank", 0, "use_peft")
-        draft.leave("not needed without use_peft", *names, "lora_dropout")
-        return
-    draft.set("trainer.lora.rank", flags["lora_r"], "use_peft", "lora_r")
-    draft.set("trainer.lora.alpha", flags["lora_alpha"], "lora_alpha")
-    modules = flags["lora_target_modules"]
-    draft.set("trainer.lora.target_modules", list(modules) or ["q_proj", "v_proj"], "lora_target_modules")
-    draft.set("trainer.lora.use_rslora", flags["use_rslora"], "use_rslora")
-    if not modules:
-        draft.check("trainer.lora.target_modules: PEFT's default depends on the architecture; all-linear learns more")
-    if flags["lora_dropout"]:
-        draft.check("trainer.lora: there is no dropout, which would make log-probabilities random")
+    trl_shared.dtype(draft)
+    trl_shared.lora(draft)
 
 
 def _rewards(draft: Draft, options: Options) -> None:
@@ -464,35 +399,13 @@ def _one_reward(draft: Draft, table: str, flag: str, name: str) -> None:
 
 def _data(draft: Draft, options: Options) -> None:
     flags = draft.flags
-    source, revision = flags["model_name_or_path"], flags["model_revision"]
-    if source and revision and common.is_hub_name(source):
-        common.model(draft, "model.source", f"{source}@{revision}", "model_name_or_path", "model_revision")
-    else:
-        common.model(draft, "model.source", source, "model_name_or_path")
-        draft.leave("not needed: a folder has no revisions", "model_revision")
-    mixture, name, (path, config) = flags["datasets"], "datasets", ("path", "name")
-    sources: list[dict[str, tuple[Any, str]]] = []
-    if isinstance(flags["dataset_mixture"], dict):
-        name, (path, config) = "dataset_mixture", ("id", "config")
-        mixture = flags[name].get("datasets")
-        draft.check("data.train: a weight of dataset_mixture is the share of the rows that open-r1 draws; write size")
-    if isinstance(mixture, list | tuple) and mixture:
-        for part in (part for part in mixture if isinstance(part, dict) and part.get(path)):
-            found = {"path": part[path], "split": part.get("split") or "train", "config": part.get(config)}
-            sources.append({key: (value, name) for key, value in found.items()})
-        draft.leave(f"not needed: {name} is set", "dataset_name", "dataset_config", "dataset_train_split")
-    elif flags["dataset_name"]:
-        names = {"path": "dataset_name", "split": "dataset_train_split", "config": "dataset_config"}
-        sources.append({key: (flags[flag], flag) for key, flag in names.items()})
-    common.sources(draft, "data.train", sources)
+    trl_shared.model_and_sources(draft)
     draft.set("data.order", "shuffled" if flags["shuffle_dataset"] else "file", "shuffle_dataset")
     column = "dataset_prompt_column"  # open-r1 makes messages of it
     draft.set("data.prompt_field", flags[column], column, note="" if flags.given(column) else "TRL's column")
     draft.set("data.chat", True, note="" if flags.given(column) else "CHECK: false if the prompts are plain texts")
     if not flags.given(column):
-        draft.check(
-            "data.chat = true: TRL applies the chat template to lists of messages alone; set false for plain texts"
-        )
+        draft.check(trl_shared.PLAIN_TEXTS)
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"):
         if flags.given(name) and flags[name] not in (None, 0, 1, 1.0, "1.0", "1", "0", -1, {}):
             draft.check(
@@ -502,42 +415,6 @@ def _data(draft: Draft, options: Options) -> None:
         draft.check("algorithm.loss: top_entropy_quantile has no equivalent; every sampled token is trained on")
 
 
-def _evaluation_and_checkpoints(draft: Draft, options: Options) -> None:
-    flags, updates = draft.flags, _updates(draft)
-    count = draft.lines[()]["steps"].value
-
-    def every(value: float | None) -> int:
-        share = value or 0.0
-        return max(math.ceil(share * count) if 0 < share < 1 else math.ceil(share / updates), 1)
-
-    if flags["eval_strategy"] == "no":
-        unused = ("eval_steps", "num_generations_eval", "dataset_test_split", "eval_dataset")
-        draft.leave("not needed: eval_strategy is no", *unused)
-        draft.set("evaluation.every_steps", 10, "eval_strategy")
-    else:
-        steps = every(flags["eval_steps"]) if flags["eval_steps"] else 10
-        draft.set("evaluation.every_steps", steps, "eval_strategy", "eval_steps")
-        samples = flags["num_generations_eval"] or flags["num_generations"]
-        draft.set("evaluation.samples_per_prompt", samples, "num_generations_eval")
-        _held_out(draft)
-    saves = flags["save_strategy"] == "steps"
-    draft.set("checkpoint.every_steps", every(flags["save_steps"]) if saves else 10, "save_strategy", "save_steps")
-    if flags["save_total_limit"]:
-        draft.set("checkpoint.keep", flags["save_total_limit"], "save_total_limit")
-
-
-def _held_out(draft: Draft) -> None:
-    """Set the held-out set: one of its own, or another split of the training data."""
-    flags = draft.flags
-    name = "eval_dataset" if flags["eval_dataset"] else "dataset_name"
-    keys = {"path": (flags[name], name), "split": (flags["dataset_test_split"], "dataset_test_split")}
-    if name == "dataset_name":
-        keys["config"] = (flags["dataset_config"], "dataset_config")
-    common.sources(draft, "data.eval", [keys] if flags[name] else [])
-    if flags[name] == flags["dataset_name"] and not common.is_hub_name(flags[name] or ""):
-        draft.check("data.eval.path: it is the file of the training data, which has no splits; write a held-out file")
-
-
 _RULES: Final[tuple[Callable[[Draft, Options], None], ...]] = (
     _batch,
     _steps_and_rates,
@@ -545,8 +422,6 @@ _RULES: Final[tuple[Callable[[Draft, Options], None], ...]] = (
     _advantage_and_kl,
     _correction,
     _placement,
-    _lora,
     _rewards,
     _data,
-    _evaluation_and_checkpoints,
 )

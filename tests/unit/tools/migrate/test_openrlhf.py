@@ -389,7 +389,7 @@ def test_an_unknown_flag_is_named_with_the_nearest() -> None:
     ("command", "error"),
     [
         ("echo hello", "no command of openrlhf.cli.train_ppo_ray"),
-        ("deepspeed --module openrlhf.cli.train_sft --max_len 1", "it runs train_sft, which has no equivalent"),
+        ("deepspeed --module openrlhf.cli.serve_rm --max_len 1", "it runs serve_rm, which has no equivalent"),
         (GROUP + " --train.batch_size many", "--train.batch_size = many must be a whole number"),
         (GROUP + " --train.batch_size 1.5", "must be a whole number"),
         (GROUP + " --train.batch_size 0", "must be at least 1"),

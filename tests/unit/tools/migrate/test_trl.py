@@ -327,7 +327,7 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
         (LEAST + "reward_weights: [x]", "reward_weights = ['x'] must be a list of numbers"),
         ("- 1\n- 2", "a list in place of names with values"),
         ("GRPOConfig(", "not valid Python"),
-        ("python sft.py --learning_rate 1", "no command that runs TRL's GRPO"),
+        ("python ppo.py --learning_rate 1", "no command that runs a trainer of TRL"),
         ("!!python/object/apply:os.system ['touch x']", "not valid YAML"),
     ],
 )

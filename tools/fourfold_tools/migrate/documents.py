@@ -70,9 +70,9 @@ def read_keywords(text: str, source: str, calls: tuple[str, ...]) -> tuple[dict[
     modules: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            value = _literal(node.value, literals)
-            if isinstance(node.value, ast.Call) and _name(node.value.func) == "load_dataset" and node.value.args:
-                value = _literal(node.value.args[0], literals)
+            whole = node.value.value if isinstance(node.value, ast.Subscript) else node.value
+            loads = isinstance(whole, ast.Call) and _name(whole.func) == "load_dataset"
+            value = _data_set(node.value, literals) if loads else _literal(node.value, literals)
             if value is not _VARIES:
                 literals[node.targets[0].id] = value
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -103,8 +103,7 @@ def _read_keyword(
 ) -> None:
     name = keyword.arg or ""
     if name in _NESTED:
-        value = keyword.value.args[0] if isinstance(keyword.value, ast.Call) and keyword.value.args else keyword.value
-        if name.endswith("_dataset") and isinstance(text := _literal(value, literals), str):
+        if name.endswith("_dataset") and isinstance(text := _data_set(keyword.value, literals), str):
             found[name] = text
         return
     if name == "reward_funcs":
@@ -116,6 +115,15 @@ def _read_keyword(
         varying.append(name or "**")
     else:
         found[name] = value
+
+
+def _data_set(node: ast.expr, literals: Mapping[str, Any]) -> Any:
+    """Return the value of an expression without its split; of `load_dataset(...)` its `data_files`, or the name."""
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Call) and node.args:
+        node = next((keyword.value for keyword in node.keywords if keyword.arg == "data_files"), node.args[0])
+    return _literal(node, literals)
 
 
 def _name(node: ast.expr) -> str:

@@ -145,6 +145,8 @@ def parse_arguments(table: Mapping[str, Flag], words: Sequence[str]) -> Flags:
         while not equals and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
         name = known.get(spelling) or known.get(spelling.replace("-", "_"))
+        if name is None and spelling[:3] == "no_" and spelling[3:] in known:  # as HfArgumentParser
+            name, values = known[spelling[3:]], ["false"]
         if name is None:
             flags.add_unknown(spelling)
             continue
@@ -155,7 +157,7 @@ def parse_arguments(table: Mapping[str, Flag], words: Sequence[str]) -> Flags:
             values, extra = values[:1], values[1:]
         elif flag.kind == "pair":
             values, extra = values[:2], values[2:]
-        if not values and flag.kind not in ("bool", "texts"):
+        if not values and flag.kind not in ("bool", "texts", "any"):
             raise ConfigError(f"--{spelling} has no value and must be {_KINDS[flag.kind]}; correct it in the file")
         flags.add(spelling, name, values if flag.kind in ("pair", "texts") else values[0] if values else None)
         flags.problems += [_stray(word) for word in extra]

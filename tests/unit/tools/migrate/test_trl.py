@@ -299,6 +299,27 @@ def test_a_revision_of_a_model_is_kept() -> None:
     assert recipe_of(LEAST + "model_revision: v2\n").model.source == "POLICY"
 
 
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ("load_dataset('a/b')['train']", "hf:a/b"),
+        ("rows['train']", "hf:c/d"),
+        ("part", "hf:e/f"),
+        ("load_dataset('json', data_files='x.jsonl', split='train')", "x.jsonl"),
+    ],
+)
+def test_the_data_set_of_a_python_file(data: str, path: str) -> None:
+    text = "rows = load_dataset('c/d')\npart = load_dataset('e/f')['train']\n"
+    text += f"GRPOTrainer(model='P', args=GRPOConfig(), train_dataset={data})\n"
+    assert recipe_of(text).data.train[0].path == path
+
+
+def test_switches_of_a_command_need_no_value() -> None:
+    draft = draft_of("trl grpo --model P --dataset_name d --push_to_hub --no_gradient_checkpointing")
+    assert draft.lines["trainer",]["gradient_checkpointing"].value is False
+    assert dict(draft.reasons())["--push_to_hub"].startswith("no equivalent")
+
+
 def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     draft = draft_of(

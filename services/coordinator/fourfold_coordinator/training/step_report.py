@@ -169,8 +169,9 @@ class StepReporter:
         self._unwritten.append(record)
         self._write_lines()
         self._context.board.add_step(record.step, record.row)
-        reward, steps = record.row.get(m.REWARD_MEAN), self._context.config.steps
-        log.info("step %d of %d is done", record.step, steps, extra={"reward": reward})
+        config = self._context.config
+        name, metric = ("reward", m.REWARD_MEAN) if config.needs_engines else ("loss", m.NLL)
+        log.info("step %d of %d is done", record.step, config.steps, extra={name: record.row.get(metric)})
         for text in record.alarms:
             log.warning("step %d: %s", record.step, text)
         if record.lag_change:

@@ -28,6 +28,7 @@ _OTHER_NAMES: Final = {
     "weight_decay": "wd l2",
     "max_grad_norm": "max_norm clip_grad grad_clip gradient_clipping",
     "warmup_steps": "warmup num_warmup_steps lr_warmup_steps",
+    "warmup_share": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
     "schedule": "scheduler lr_scheduler lr_scheduler_type",
     "trainer.lora.rank": "lora_rank lora_r",
     "trainer.gradient_checkpointing": "gradient_checkpointing",

@@ -77,6 +77,8 @@ class TrainerConfig(Table):
     """Learning rate after the warm-up. linear and cosine reach their final value one step after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps with a reduced learning rate at the beginning: step s of w has s / (w + 1) of `learning_rate`."""
+    warmup_share: float = Field(default=0.0, ge=0, lt=1)
+    """The same as a share of all steps, in place of `warmup_steps`."""
     final_learning_rate_share: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a share of `learning_rate`."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -119,6 +121,19 @@ class TrainerConfig(Table):
     def data_parallel_size(self) -> int:
         """ranks / sequence_parallel_size: groups of ranks with micro-batches of their own."""
         return self.ranks // self.sequence_parallel_size
+
+    def warmup(self, step_count: int) -> int:
+        """Return the number of warm-up steps of a run with so many steps."""
+        return self.warmup_steps or round(self.warmup_share * step_count)
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        if self.warmup_steps and self.warmup_share:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} and warmup_share = {self.warmup_share:g} exclude each other; "
+                f"remove one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

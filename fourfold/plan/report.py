@@ -376,9 +376,9 @@ def _optimizer(config: Config) -> list[str]:
 
 def _learning_rate(table: TrainerConfig | CriticConfig, steps: int) -> str:
     """Return learning rate, weight decay and gradient clipping of a model."""
-    warmup = ""
-    if table.warmup_steps:
-        warmup = f", reached after {_count(table.warmup_steps, 'step')}"
+    warmup, warmup_steps = "", table.warmup(steps) if isinstance(table, TrainerConfig) else table.warmup_steps
+    if warmup_steps:
+        warmup = f", reached after {_count(warmup_steps, 'step')}"
     if table.schedule == "constant":
         schedule = "constant" if not warmup else "constant from then on"
     else:

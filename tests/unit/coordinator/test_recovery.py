@@ -21,12 +21,12 @@ from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus, TrainStepResp
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_coordinator.state.run_position import RunPosition
 from fourfold_coordinator.state.sample_traces import SampleTraces
 from fourfold_coordinator.training import recovery
 from fourfold_coordinator.training.context import RunContext
 from fourfold_coordinator.training.recovery import (
     TRAINER_KEY,
-    RunPosition,
     newest_checkpoint,
     restore,
     rewrite_metrics,
@@ -230,7 +230,8 @@ async def taken_over(folder: Path, ledger: Ledger, status: TrainerStatus, known:
 
 def test_ready_samples_of_a_folder_without_the_keys_of_rows_are_kept() -> None:
     tables = CONFIG.model_dump(mode="json")
-    for table, keys in (("data", RowKeys.model_fields), ("batch", ["rows_per_step"]), ("algorithm", ["sft_coef"])):
+    later = {"data": RowKeys.model_fields, "batch": ["rows_per_step"], "algorithm": ["sft_coef"]}
+    for table, keys in {**later, "trainer": ["warmup_share"]}.items():
         tables[table] = {key: value for key, value in tables[table].items() if key not in keys}
     of_samples = {key: value for key, value in tables.items() if recovery._NOT_OF_SAMPLES.get(key) is not True}
     written = hashlib.sha256(json.dumps(of_samples, sort_keys=True).encode()).hexdigest()

@@ -340,3 +340,10 @@ def test_the_learning_rate_falls_to_its_last_share(schedule: str, rates: list[fl
         found = [learning_rate(config, n, 6) / 2 for n in range(1, 8)]
         assert found == pytest.approx(rates, abs=1e-6)
         assert learning_rate(config, 50, 6) == pytest.approx(2 * rates[-1])
+
+
+def test_a_share_of_the_steps_is_the_warm_up() -> None:
+    config = TrainerConfig(learning_rate=2.0, warmup_share=0.3)
+    assert [learning_rate(config, n, 10) for n in (1, 3, 4)] == [0.5, 1.5, 2.0]
+    with pytest.raises(ValueError, match=r"warmup_steps = 2 and warmup_share = 0.3 exclude each other"):
+        TrainerConfig(warmup_steps=2, warmup_share=0.3)

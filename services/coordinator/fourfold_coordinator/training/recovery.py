@@ -60,6 +60,7 @@ _NOT_OF_SAMPLES: Final[dict[str, Any]] = {
     "data": set(RowKeys.model_fields),
     "batch": {"rows_per_step"},
     "algorithm": {"sft_coef"},
+    "trainer": {"warmup_share"},
 }
 
 
@@ -261,8 +262,8 @@ def _with_raised_versions(group: SampleGroup, version: int, raised: int) -> Samp
 def _recipe_sha256(config: Config) -> str:
     """Return a SHA-256 (hex) of what decides about a sample: READY samples of another recipe are not trained on.
 
-    Keys of runs of rows are left out: such runs have no READY samples, and folders of earlier releases have no such
-    keys.
+    Keys of runs of rows are left out, because such runs have no READY samples, and folders of earlier releases have no
+    such keys.
     """
     recipe = config.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

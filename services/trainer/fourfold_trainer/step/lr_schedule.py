@@ -19,11 +19,12 @@ def learning_rate(config: TrainerConfig | CriticConfig, step: int, step_count: i
 
     Transformers begins at 0, (step - 1) / w: the first step would be sampled and scored, and learn nothing.
     """
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / (config.warmup_steps + 1)
+    warmup = config.warmup(step_count) if isinstance(config, TrainerConfig) else config.warmup_steps
+    if step <= warmup:
+        return config.learning_rate * step / (warmup + 1)
     if config.schedule == "constant":
         return config.learning_rate
-    done = min((step - 1 - config.warmup_steps) / max(step_count - config.warmup_steps, 1), 1.0)
+    done = min((step - 1 - warmup) / max(step_count - warmup, 1), 1.0)
     left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     final = config.final_learning_rate_share
     return config.learning_rate * (final + (1 - final) * left)

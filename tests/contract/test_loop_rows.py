@@ -156,6 +156,17 @@ async def test_the_score_of_held_out_rows_is_their_loss(make_rows: Callable[...,
     await stage.close()
 
 
+async def test_a_diverged_run_ends_at_its_evaluation(
+    make_rows: Callable[..., RowStage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = make_rows(steps=2, passes=0.0, holdout={"field": "", "groups": 3})
+    monkeypatch.setattr(stage.trainer, "next_weights", lambda: 10**12)
+    await stage.start()
+    assert await stage.finish() == 1
+    assert re.search(r"the training has diverged: trainer-0.*are not finite.*; lower", capsys.readouterr().err)
+    await stage.close()
+
+
 async def test_a_step_that_was_trained_before_the_coordinator_died_is_not_trained_again(
     make_rows: Callable[..., RowStage],
 ) -> None:

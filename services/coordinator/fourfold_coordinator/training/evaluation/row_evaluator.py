@@ -10,10 +10,11 @@ from typing import Final
 import numpy as np
 
 from fourfold.arrays import Float32Array
+from fourfold.errors import PeerFault, WrongState
 from fourfold.sample import Sample
 from fourfold.text import format_score
 
-from ...routing.replica import ReplicaKey
+from ...routing.replica import Replica, ReplicaKey
 from ...routing.trainer_session import TrainerSession
 from ...rows.held_out import HeldOutRows
 from ...state.eval_results import EvalRow, Evaluation, SetResult, half_width, mean_of_sets
@@ -22,6 +23,7 @@ from .estimators import clustered_interval
 log = logging.getLogger("fourfold.coordinator")
 
 _CALL_TOKENS: Final = 1 << 20  # of 4 bytes: a call takes at most 8 MiB
+_NOT_FINITE: Final = "NOT_FINITE"  # reason of the client for log-probabilities that are not
 
 
 class RowEvaluator:
@@ -90,10 +92,19 @@ class RowEvaluator:
         )
 
     async def _logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        timeout = self._timeout
-        return await self._session.call(
-            "ComputeLogprobs", lambda r: r.trainer.compute_logprobs(samples, timeout=timeout)
-        )
+        async def compute(trainer: Replica) -> list[Float32Array]:
+            try:
+                return await trainer.trainer.compute_logprobs(samples, timeout=self._timeout)
+            except PeerFault as error:
+                if error.reason != _NOT_FINITE:
+                    raise
+                # The same weights would answer the same when they are asked again.
+                raise WrongState(
+                    f"the training has diverged: {error.message}; lower trainer.learning_rate, and resume from a "
+                    f"checkpoint or start a new run"
+                ) from None
+
+        return await self._session.call("ComputeLogprobs", compute)
 
 
 def _parts(held_out: HeldOutRows) -> Iterator[list[tuple[Sample, int]]]:

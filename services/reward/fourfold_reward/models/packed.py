@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from fourfold.arrays import Float32Array, Int32Array
 from fourfold.nn import attention
-from fourfold.nn.batching import split_by_tokens
+from fourfold.nn.batching import scored_rows, split_by_tokens
 from fourfold.nn.sequence import to_device
 
 _PROBE_LENGTHS: Final = (5, 8, 1)
@@ -96,11 +96,10 @@ class PackedPasses:
         return split_long(lengths, max_tokens, lambda fitting: split_by_tokens(fitting, max_tokens=max_tokens))
 
     def start(self, token_ids: Sequence[Int32Array]) -> Callable[[], Float32Array]:
-        lengths = np.array([len(ids) for ids in token_ids], np.int64)
-        starts = np.cumsum(lengths) - lengths
-        rows = starts + np.array([self._last(ids) for ids in token_ids], np.int64)
+        lengths, joined = np.array([len(ids) for ids in token_ids], np.int64), np.concatenate(token_ids)
+        rows = scored_rows(joined, lengths, self._pad_id)
         with torch.inference_mode():
-            hidden = self._hidden(np.concatenate(token_ids), lengths)
+            hidden = self._hidden(joined, lengths)
             states = hidden.index_select(0, to_device(rows, hidden.device))
             scores = self._score(states)
         return start_copy(scores)
@@ -121,13 +120,6 @@ class PackedPasses:
         )
         hidden: Tensor = output[0]
         return hidden[0]
-
-    def _last(self, ids: Int32Array) -> int:
-        """Return the index of the token whose state is scored: as in transformers, the last that is no padding."""
-        if self._pad_id is None or ids[-1] != self._pad_id:
-            return len(ids) - 1
-        (places,) = np.nonzero(ids != self._pad_id)
-        return int(places[-1]) if len(places) else 0
 
     def _probe(self) -> None:
         """Compare the hidden states of short texts in one row with those of each text alone."""

@@ -80,7 +80,12 @@ def _formula(definition: Definition) -> str:
 
 
 def _legend(config: Config) -> str:
-    """Define the log-probabilities of the formulas."""
+    """Define the log-probabilities of the formulas, or the scores."""
+    if config.algorithm.loss.trains == "scores":
+        return (
+            f"model: {config.model.source} with a head of one number in place of its output embedding; it begins with "
+            f"the head of a reward model's folder, or at 0. Its score h is that of the last token of a text."
+        )
     names = ["o before the step"] if config.algorithm.loss.compares_with_old else []
     if config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag:
         names.append("u in its engine")

@@ -328,7 +328,9 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the float32 logits that exist at once, with their copies."""
+    """Return the bytes of the float32 logits that exist at once, with their copies; 0 if scores are trained."""
+    if config.algorithm.loss.trains == "scores":
+        return 0
     samples = config.batch.tokens_per_micro_batch // config.model.max_context_tokens
     rows = max(samples, 1) * (config.sampling.max_new_tokens or config.model.max_context_tokens)
     return min(rows * shape.vocabulary, _LOGITS_ELEMENTS) * 4 * _LOGITS_COPIES

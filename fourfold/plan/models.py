@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from fourfold.config import Config, LoraConfig
 from fourfold.config.trainer import ALL_LINEAR
@@ -11,6 +13,9 @@ from fourfold.errors import ConfigError
 from fourfold.model import folder
 from fourfold.model.folder import ModelShape
 from fourfold.text import nearest_name
+
+# Names of output embeddings that are matrices of their own, and of the head of a reward model.
+_HEADS: Final = ("lm_head.weight", "embed_out.weight", "score.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +31,15 @@ class AdapterPlan:
 class ModelSizes:
     """Sizes of the models that a recipe trains."""
 
-    policy: ModelShape
-    critic: ModelShape  # the policy's, unless the recipe trains a critic from another source
+    policy: ModelShape  # in a run that trains a reward model, that one
+    critic: ModelShape  # from the policy's source, unless the recipe trains a critic from another one
     adapters: AdapterPlan | None  # None if all weights of the policy are trained
+    trained_head: int = 0  # parameters that are trained beside the adapters: the head of a reward model
 
     @property
     def trained(self) -> int | None:
         """Parameters of the policy that are trained; None: all."""
-        return self.adapters.parameter_count if self.adapters else None
+        return self.adapters.parameter_count + self.trained_head if self.adapters else None
 
 
 def check_models(config: Config) -> None:
@@ -46,10 +52,18 @@ def check_models(config: Config) -> None:
 def model_sizes(config: Config) -> ModelSizes:
     """Read the models of a recipe from their config.json and file headers; its LoRA layers must exist."""
     check_models(config)
-    policy = folder.shape(config.model.source)
-    own_critic = config.algorithm.needs_critic and config.critic.source
-    critic = folder.shape(config.critic.source) if own_critic else policy
-    return ModelSizes(policy=policy, critic=critic, adapters=adapter_plan(config))
+    scores = config.algorithm.loss.trains == "scores"
+    policy = (_with_value_head if scores else folder.shape)(config.model.source)
+    critic = _with_value_head(config.critic.source or config.model.source) if config.algorithm.needs_critic else policy
+    head = policy.hidden if scores else 0
+    return ModelSizes(policy=policy, critic=critic, adapters=adapter_plan(config), trained_head=head)
+
+
+def _with_value_head(source: str) -> ModelShape:
+    """Return the sizes of a model with a head of values in place of its output embedding."""
+    shape, tensors = folder.shape(source), folder.tensor_shapes(source)
+    heads = sum(math.prod(tensors[name]) for name in _HEADS if name in tensors)
+    return replace(shape, parameter_count=shape.parameter_count - heads + shape.hidden)
 
 
 def check_context(config: Config) -> None:

@@ -153,6 +153,29 @@ def plain_answer(prompt: str, answer: str) -> RenderedAnswer:
     return RenderedAnswer(pieces=tuple(pieces), plain=True, end="token")
 
 
+def scored_chat(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, trusted: bool = False
+) -> RenderedAnswer:
+    """Return the text of a conversation that a reward model scores, for its training as for its use.
+
+    It is all that the chat template writes, in one piece, as `apply_chat_template` of transformers gives it: white
+    space after the end token belongs to it. `trusted`: texts of special tokens in messages become these tokens.
+
+    Raises:
+        ConfigError: the model has no chat template.
+        InvalidInput: the template cannot render the messages.
+    """
+    shown: Any = [{key: value for key, value in m.items() if key not in SWITCHES} for m in messages]
+    if not trusted:
+        shown, tools = tokenizer.escape(shown), tokenizer.escape(tools)
+    return RenderedAnswer(pieces=(Piece(tokenizer.render_chat(shown, tools=tools, add_generation_prompt=False)),))
+
+
+def scored_plain(prompt: str, answer: str, tokenizer: Tokenizer) -> RenderedAnswer:
+    """Return the text without a chat template that a reward model scores; an answer cannot make special tokens."""
+    return RenderedAnswer(pieces=(Piece(prompt + tokenizer.escape(answer)),), plain=True)
+
+
 def encode_rendered(answers: Sequence[RenderedAnswer], tokenizer: Tokenizer) -> list[EncodedAnswer]:
     """Return samples as tokens, encoded in one batch on all cores.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -20,8 +21,11 @@ from fourfold.model.conversation import (
     Span,
     TemplateMismatch,
     encode_each,
+    is_said,
     plain_answer,
     render_answers,
+    scored_chat,
+    scored_plain,
     steps_answer,
 )
 from fourfold.model.tokenizer import Tokenizer
@@ -55,6 +59,8 @@ class EncodingSettings:
     too_long: Literal["drop", "cut", "split"] = "drop"
     """cut: on the right. split: a text without a prompt becomes several samples; others are dropped."""
     bad_rows: Literal["error", "drop"] = "error"
+    scored: bool = False
+    """The texts are those that a reward model scores, and their last token alone is in the loss."""
 
 
 @dataclass(slots=True)
@@ -127,7 +133,8 @@ def render_block(
     for number, row in rows:
         try:
             normal = normalise(row, settings.form, settings.fields)
-            sides = [_render(side, rule, tokenizer) for side in normal.sides]
+            render = _render_scored if settings.scored else _render
+            sides = [render(side, rule, tokenizer) for side in normal.sides]
             rendered.append(_RenderedRow(number, normal, sides))
         except InvalidInput as error:
             _refuse(number, error, settings, where, block)
@@ -181,6 +188,12 @@ def _render(side: Side, rule: EncodingRule, tokenizer: Tokenizer) -> list[Render
     return [steps_answer(prompt, steps)]
 
 
+def _render_scored(side: Side, rule: EncodingRule, tokenizer: Tokenizer) -> list[RenderedAnswer]:
+    if isinstance(side, Chat) and is_said(side.messages[-1]):
+        return [scored_chat(side.messages, side.tools, tokenizer, trusted=rule.trust_special_tokens)]
+    return [scored_plain(side.prompt, side.answer, tokenizer)] if isinstance(side, Plain) and side.answer else []
+
+
 def _add_row(
     one: _RenderedRow,
     answers: Sequence[Sequence[EncodedAnswer | InvalidInput]],
@@ -192,7 +205,7 @@ def _add_row(
     is_pair = len(one.row.sides) == 2
     sides = list[list[_Sample]]()
     for side, found in zip(one.row.sides, answers, strict=True):
-        samples = list(_samples(side, found, tokenizer))
+        samples = list(_samples(side, found, tokenizer, scored=settings.scored))
         if not any(sample.spans for sample in samples):
             raise _Dropped(Reason.EMPTY_SIDE if is_pair else Reason.NO_LOSS_TOKENS)
         sides.append([sample for sample in samples if sample.spans])
@@ -213,10 +226,13 @@ def _add_row(
         raise _Dropped(Reason.TOO_LONG, f"{longest:,} tokens, above model.max_context_tokens = {settings.max_tokens:,}")
     block.doubled_begins += sum(isinstance(a, EncodedAnswer) and a.doubled_begin for side in answers for a in side)
     value = np.nan if one.row.value is None else one.row.value
-    block.add(one.number, fitting, value, _group(whole[0], one.number), one_unit=is_pair)
+    group = _group(_prompt(one.row.sides[0], whole[0], scored=settings.scored), one.number)
+    block.add(one.number, fitting, value, group, one_unit=is_pair)
 
 
-def _samples(side: Side, found: Sequence[EncodedAnswer | InvalidInput], tokenizer: Tokenizer) -> Sequence[_Sample]:
+def _samples(
+    side: Side, found: Sequence[EncodedAnswer | InvalidInput], tokenizer: Tokenizer, *, scored: bool
+) -> Sequence[_Sample]:
     """Return the samples of one side; those without a token in the loss have no span."""
     if isinstance(side, Tokens):
         return [_sample_of_tokens(side, tokenizer)]
@@ -233,6 +249,8 @@ def _samples(side: Side, found: Sequence[EncodedAnswer | InvalidInput], tokenize
             labels[ends] = side.labels
             # The label of a step is a statement about its last token alone.
             spans: Sequence[Span] = [(end, end + 1) for end in ends]
+        elif scored:
+            spans = [(len(answer.token_ids) - 1, len(answer.token_ids))]
         else:
             spans = answer.spans
         samples.append(_Sample(answer.token_ids, spans, labels))
@@ -271,8 +289,17 @@ def _fit(sample: _Sample, settings: EncodingSettings) -> Sequence[_Sample]:
     return parts
 
 
-def _group(sample: _Sample, row: int) -> int:
+def _prompt(side: Side, sample: _Sample, *, scored: bool) -> bytes:
+    """Return what rows with the same prompt have in common; empty for a row without a prompt."""
+    if not scored:
+        prompt = sample.spans[0][0]
+        return sample.ids[:prompt].tobytes() if prompt > 1 else b""
+    if isinstance(side, Chat) and len(side.messages) > 1:
+        return json.dumps([side.messages[:-1], side.tools], sort_keys=True).encode()
+    return (isinstance(side, Plain) and side.prompt.encode()) or sample.ids.tobytes()
+
+
+def _group(prompt: bytes, row: int) -> int:
     """Return a number for rows with the same prompt; a row without a prompt is a group of its own."""
-    prompt = sample.spans[0][0]
-    data = sample.ids[:prompt].tobytes() if prompt > 1 else f"row {row}".encode()
+    data = prompt or f"row {row}".encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -96,6 +96,7 @@ def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer
         max_tokens=config.model.max_context_tokens,
         too_long=data.too_long or ("split" if config.algorithm.preset == _SPLIT_PRESET else "drop"),
         bad_rows=data.bad_rows,
+        scored=config.algorithm.loss.trains == "scores",
     )
     store = prepare_store(source, settings, tokenizer, cache_folder(config), keys=_keys(config))
     check_dropped(store.meta, data.max_dropped)

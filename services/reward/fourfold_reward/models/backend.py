@@ -188,7 +188,6 @@ class RewardModelBackend:
         encoder = TextEncoder(
             tokenizer,
             chat=chat,
-            begin_id=tokenizer.begin_token_id,
             vocabulary_size=vocabulary_size,
             max_tokens=max_tokens,
         )

@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from fourfold.arrays import Int32Array
 from fourfold.errors import InvalidInput
+from fourfold.model.conversation import EncodedAnswer, RenderedAnswer, encode_each, scored_chat, scored_plain
 from fourfold.model.tokenizer import Tokenizer
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
@@ -20,56 +19,39 @@ _NO_TOKENS: Final = "prompt and completion are empty: there is no token to score
 class TextEncoder:
     """Turns jobs into token ids of the reward model. Its methods may be called in any thread."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, chat: bool, begin_id: int | None, vocabulary_size: int, max_tokens: int | None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool, vocabulary_size: int, max_tokens: int | None) -> None:
         """Describe the texts.
 
         Args:
             chat: render messages with the tokenizer's chat template.
-            begin_id: the token that begins a text. Where the text has it already, the tokenizer adds no second one.
             vocabulary_size: token ids must be below.
             max_tokens: longest text; None: no limit.
         """
         self._tokenizer = tokenizer
         self._chat = chat
-        self._begin_id = begin_id
         self._vocabulary_size = vocabulary_size
         self._max_tokens = max_tokens
 
     def encode(self, jobs: Sequence[Job]) -> list[Int32Array | Outcome]:
         """Return the token ids of each job, or the error of one that cannot be scored."""
-        texts: list[tuple[str, bool] | Outcome] = [self._text(job) for job in jobs]
-        results: list[Int32Array | Outcome] = [text if isinstance(text, Outcome) else _EMPTY for text in texts]
-        for plain in (True, False):
-            chosen = [i for i, text in enumerate(texts) if not isinstance(text, Outcome) and text[1] is plain]
-            encoded = self._tokenizer.encode_batch([str(texts[i][0]) for i in chosen], add_special=plain)  # type: ignore[index]
-            for index, ids in zip(chosen, encoded, strict=True):
-                results[index] = self._checked(ids)
-        return results
+        texts = [self._text(job) for job in jobs]
+        encoded = encode_each([text for text in texts if not isinstance(text, Outcome)], self._tokenizer)
+        return [text if isinstance(text, Outcome) else self._checked(next(encoded)) for text in texts]
 
-    def _text(self, job: Job) -> tuple[str, bool] | Outcome:
-        """Return the text of a job, and whether it is plain: a rendered chat has its special tokens already.
-
-        A completion cannot make special tokens, with which it could end its message and begin another one.
-        """
-        completion = self._tokenizer.escape(_valid(job.completion))
+    def _text(self, job: Job) -> RenderedAnswer | Outcome:
+        """Return the text of a job. A completion cannot make special tokens, with which it could end its message."""
+        completion = _valid(job.completion)
         if not self._chat or not job.messages_json:
-            return _valid(job.prompt) + completion, True
+            return scored_plain(_valid(job.prompt), completion, self._tokenizer)
         try:
-            messages = self._tokenizer.escape(_messages(job.messages_json))
-            rendered = self._tokenizer.render_chat(
-                [*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False
-            )
+            answer = {"role": "assistant", "content": completion}
+            return scored_chat([*_messages(job.messages_json), answer], (), self._tokenizer)
         except ValueError as error:  # InvalidInput is one
             return Outcome.error("BAD_TEXT", f"prompt_messages_json: {error}")
-        return rendered, False
 
-    def _checked(self, ids: list[int]) -> Int32Array | Outcome:
-        begin = self._begin_id
-        if begin is not None and ids[:2] == [begin, begin]:
-            ids = ids[1:]
-        if not ids:
+    def _checked(self, encoded: EncodedAnswer | InvalidInput) -> Int32Array | Outcome:
+        assert isinstance(encoded, EncodedAnswer), "no piece must end with an end token"
+        if not len(ids := encoded.token_ids):
             return Outcome.error("BAD_TEXT", _NO_TOKENS)
         if self._max_tokens is not None and len(ids) > self._max_tokens:
             return Outcome.error(
@@ -77,17 +59,13 @@ class TextEncoder:
                 f"the text has {len(ids)} tokens of the reward model; at most {self._max_tokens} fit: shorten it, "
                 f"raise reward.model.max_tokens if it is set, or use a model with more positions",
             )
-        array = np.asarray(ids, np.int32)
-        if int(array.max()) >= self._vocabulary_size:  # on a GPU, such an index ends the process
+        if int(ids.max()) >= self._vocabulary_size:  # on a GPU, such an index ends the process
             return Outcome.error(
                 "BAD_TEXT",
-                f"the text has the token {int(array.max())}, and the reward model has {self._vocabulary_size}: its "
+                f"the text has the token {int(ids.max())}, and the reward model has {self._vocabulary_size}: its "
                 f"tokenizer.json belongs to another model",
             )
-        return array
-
-
-_EMPTY: Final[Int32Array] = np.empty(0, np.int32)
+        return ids
 
 
 def _valid(text: str) -> str:

@@ -21,6 +21,8 @@ REWARD_STD: Final = "reward/std"
 REWARD_MIN: Final = "reward/min"
 REWARD_MAX: Final = "reward/max"
 SCORE_MEAN: Final = "score/mean"
+SCORE_STD: Final = "score/std"
+SCORE_ACCURACY: Final = "score/accuracy"
 ABSTAIN_COUNT: Final = "score/abstain_count"
 USEFUL_GROUPS: Final = "groups/useful"
 GROUPS_ALL_MAX: Final = "groups/all_max"
@@ -181,7 +183,10 @@ METRICS: Final[dict[str, str]] = {
     REWARD_STD: "score units: standard deviation of these scores",
     REWARD_MIN: "score units: lowest of these scores",
     REWARD_MAX: "score units: highest of these scores",
-    SCORE_MEAN: "score units: mean score of the samples sent to the trainer, after the filter, before penalties",
+    SCORE_MEAN: "score units: mean score of the samples sent to the trainer, after the filter, before penalties; where "
+    "a reward model is trained, of the scores that it gave the samples of the updates",
+    SCORE_STD: "score units: standard deviation of the scores that a reward model gave the samples of the updates",
+    SCORE_ACCURACY: "share in [0, 1]: pairs of the updates whose preferred answer got the greater score",
     ABSTAIN_COUNT: "samples: number on which the scorer abstained",
     USEFUL_GROUPS: "share in [0, 1]: groups whose scores, with rewards of turns, differ, of all before the filter",
     GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score, before the filter",

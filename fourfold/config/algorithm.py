@@ -287,7 +287,7 @@ class AlgorithmConfig(Table):
     @property
     def compares_samples(self) -> bool:
         """True if the advantage estimator needs at least two samples of a prompt."""
-        return self.advantage.compares_samples
+        return self.advantage.compares_samples and not self.loss.of_answers
 
     @property
     def needs_critic(self) -> bool:
@@ -324,12 +324,8 @@ class AlgorithmConfig(Table):
             )
         if not loss.of_answers:
             return
-        if loss.trains == "scores":
-            raise ValueError(
-                f"loss.kind = `{loss.kind}` trains the head of a reward model; the trainer trains policies only: use "
-                f"a loss of the policy, such as `dpo`"
-            )
         unread = {
+            "sft_coef": self.sft_coef > 0 and loss.trains == "scores",
             "kl.coef": self.kl.coef > 0,
             "entropy_coef": self.entropy_coef > 0,
             "correction.kind": self.correction.kind != "none",
@@ -367,7 +363,7 @@ class AlgorithmConfig(Table):
 
     def check_batch(self, *, group_size: int, samples_per_step: int) -> None:
         """Raise ValueError when a batch of this shape cannot be trained on."""
-        if self.compares_samples and group_size < 2 and not self.loss.of_answers:
+        if self.compares_samples and group_size < 2:
             raise ValueError(
                 f"batch.group_size = {group_size}, but algorithm.advantage.kind = `{self.advantage.kind}` compares the "
                 f"samples of a prompt; raise it to at least 2, or use `gae` or `reinforce`"

@@ -23,6 +23,10 @@ ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "pretrain": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
     # arXiv 2508.05629.
     "dft": {"advantage": {"kind": "constant"}, "loss": {"kind": "dft"}},
+    # A reward model, from pairs. arXiv 2203.02155; the twins have the same defaults.
+    "reward-model": {"loss": {"kind": "bradley-terry"}},
+    "openrlhf-rm": {"loss": {"kind": "bradley-terry"}},
+    "trl-reward": {"loss": {"kind": "bradley-terry"}},
 }
 """The presets of runs of rows, as `PRESETS`."""
 ROW_LOSSES: Final = ("nll", "dft")
@@ -98,19 +102,21 @@ def check_rows(config: Config) -> None:
     """Check a run of rows; ValueError has value, rule and fix of the first mistake."""
     rows = f"batch.rows_per_step = {config.batch.rows_per_step}"
     algorithm = config.algorithm
-    if algorithm.loss.kind not in ROW_LOSSES:
+    if algorithm.loss.kind not in ROW_LOSSES and not algorithm.loss.of_answers:
         raise ValueError(
             f"{rows} trains on the answers of the data, and algorithm.loss.kind = `{algorithm.loss.kind}` is no loss "
             f"of such tokens; set algorithm.preset to one of {', '.join(ROW_PRESETS)}, or "
             f"batch.prompts_per_step in place of rows_per_step"
         )
-    if not isinstance(algorithm.advantage, Constant):
+    if not (isinstance(algorithm.advantage, Constant) or algorithm.loss.of_answers):
         raise ValueError(
             f"{rows}: algorithm.advantage.kind = `{algorithm.advantage.kind}` needs samples of the policy, and a row "
             f'has a weight; set kind = "constant"'
         )
     _check_unread(config)
     _check_step(config)
+    if algorithm.loss.trains == "scores":
+        _check_scores(config)
     if (holdout := config.data.holdout) is not None and (holdout.field or holdout.unordered_numbers):
         raise ValueError(
             f"data.holdout.field = `{holdout.field}` and unordered_numbers read metadata, which rows have not; set "
@@ -150,6 +156,16 @@ def _check_step(config: Config) -> None:
         )
 
 
+def _check_scores(config: Config) -> None:
+    """Refuse keys of [data] that give a reward model other texts than those that it scores when it is used."""
+    for key in ("loss_on", "turns", "end", "trust_special_tokens"):
+        if (value := getattr(config.data, key)) != RowKeys.model_fields[key].get_default():
+            raise ValueError(
+                f"data.{key} = {value!r} has no effect on algorithm.loss.kind = `{config.algorithm.loss.kind}`: a "
+                f"reward model scores the whole text, as the chat template writes it; remove it"
+            )
+
+
 def _check_unread(config: Config) -> None:
     """Refuse tables and keys that rows do not read."""
     for prefix, table, unread in (
@@ -184,6 +200,11 @@ def check_no_rows(config: Config) -> None:
     if config.algorithm.preset in ROW_PRESETS:
         raise ValueError(
             f'algorithm.preset = "{config.algorithm.preset}" trains on the answers of the data; set '
+            f"batch.rows_per_step in place of prompts_per_step and group_size"
+        )
+    if config.algorithm.loss.trains == "scores":
+        raise ValueError(
+            f"algorithm.loss.kind = `{config.algorithm.loss.kind}` trains a reward model on pairs of the data; set "
             f"batch.rows_per_step in place of prompts_per_step and group_size"
         )
     for key, field in RowKeys.model_fields.items():

@@ -75,6 +75,14 @@ class Samples(Sequence[Sample]):
         """Return the samples with other values, [S], of some fields."""
         return replace(self, values={**self.values, **values})
 
+    def with_last_tokens(self, *names: str) -> Samples:
+        """Return the samples with other columns of flags, which are set for the last token of each sample alone."""
+        flags = np.zeros(int(self.starts[-1]), np.bool_)
+        flags[self.starts[1:] - 1] = True
+        has = np.ones(len(self), np.bool_)
+        columns = dict.fromkeys(names, flags), dict.fromkeys(names, has)
+        return replace(self, tokens={**self.tokens, **columns[0]}, present={**self.present, **columns[1]})
+
 
 class SamplesBuilder:
     """Joins samples. A column takes no memory until a sample has it."""

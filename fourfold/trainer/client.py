@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from fourfold.arrays import Float32Array
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
-from fourfold.rpc.codec import Buffer, chunks, encode_stream, pack_floats
+from fourfold.rpc.codec import Buffer, chunks, encode_stream, pack_floats, read_floats
 from fourfold.rpc.logprobs import compute_logprobs
 from fourfold.rpc.responses import ResponseCheck, clean_response
 from fourfold.sample import Sample
@@ -263,6 +263,23 @@ class AsyncTrainerClient(AsyncClient):
         method, asked = self._stub.ComputeLogprobs, from_samples(samples)
         return await compute_logprobs(self, method, pb.ComputeLogprobsRequest, asked, timeout)
 
+    async def compute_scores(self, samples: Sequence[Sample], *, timeout: float | None = None) -> list[float]:
+        """Return the score of each sample, finite, in order, from the reward model that the recipe trains.
+
+        Raises InvalidInput: the recipe trains none.
+        """
+        left, found = self._countdown(timeout), list[float]()
+        for part in chunks(from_samples(samples), _FORWARD_BYTES):
+            request = pb.ComputeLogprobsRequest(experiences=part, include_values=True)
+            answer = await self._call(self._stub.ComputeLogprobs, request, left())
+            check = self._check(answer)
+            right = len(answer.values) == len(part) and all(len(row) == 4 for row in answer.values)
+            check.require(right, f"the answer has not one score for each of {len(part)} samples", "WRONG_COUNT")
+            scores = np.concatenate([read_floats(row) for row in answer.values])
+            check.require(bool(np.isfinite(scores).all()), "a score is not finite", "NOT_FINITE")
+            found += scores.tolist()
+        return found
+
     async def save_checkpoint(self, *, score: float | None = None, timeout: float | None = None) -> int:
         """Write a checkpoint of the present step; return the step once the checkpoint is durable.
 
@@ -330,6 +347,7 @@ class TrainerClient(SyncClient[AsyncTrainerClient]):
     optim_step = blocking(AsyncTrainerClient.optim_step)
     discard_gradient = blocking(AsyncTrainerClient.discard_gradient)
     compute_logprobs = blocking(AsyncTrainerClient.compute_logprobs)
+    compute_scores = blocking(AsyncTrainerClient.compute_scores)
     save_checkpoint = blocking(AsyncTrainerClient.save_checkpoint)
     load_checkpoint = blocking(AsyncTrainerClient.load_checkpoint)
     export_model = blocking(AsyncTrainerClient.export_model)

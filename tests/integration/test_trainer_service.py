@@ -53,6 +53,7 @@ class Service:
         stage: int = 3,
         timeout: int = 60,
         batch: str = "",
+        samples: str = "prompts_per_step = 5\ngroup_size = 4\n[sampling]\nmax_new_tokens = 8",
         trainer: str = "",
         tables: str = "",
         environment: Mapping[str, str] | None = None,
@@ -70,12 +71,9 @@ max_context_tokens = 32
 [data.train]
 path = "train.jsonl"
 [batch]
-prompts_per_step = 5
-group_size = 4
 tokens_per_micro_batch = 64
 {batch}
-[sampling]
-max_new_tokens = 8
+{samples}
 [trainer]
 ranks = {ranks}
 zero_stage = {stage}

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fourfold import metrics
 from fourfold.algorithm.losses.base import LOSSES, Trained
 from fourfold.algorithm.losses.units import SampleInputs, SampleLoss, UnitLoss, log_sigmoid
 
@@ -33,7 +34,9 @@ class BradleyTerryLoss(SampleLoss):
         loss = -log_sigmoid(difference)
         if self.center_coef:
             loss = loss + self.center_coef * (chosen + rejected).square()
-        return UnitLoss(loss=loss, means=inputs.pair_means(inputs.sums))
+        means = inputs.pair_means(inputs.sums)
+        means[metrics.SCORE_ACCURACY] = means.pop(metrics.PAIR_ACCURACY)
+        return UnitLoss(loss=loss, means=means)
 
     def formula(self) -> str:
         margin = " - (r_w - r_l)" if self.margin else ""

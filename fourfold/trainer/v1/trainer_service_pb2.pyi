@@ -536,7 +536,9 @@ class ComputeLogprobsRequest(_message.Message):
     include_entropies: _builtins.bool
     """True: compute entropies as well. False: only log-probabilities."""
     include_values: _builtins.bool
-    """True: compute the critic's values as well; INVALID_ARGUMENT when the recipe has no critic."""
+    """True: compute the critic's values as well; INVALID_ARGUMENT when the recipe has no critic. A
+    recipe that trains a reward model has nothing else: its scores are the values.
+    """
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
         """At least 1; sample ids are unique. Only sample_id, token_ids and temperature are read."""
@@ -571,7 +573,7 @@ class ComputeLogprobsResponse(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """n little-endian float32 per sample of n tokens: natural-log probabilities of logits divided by
-        the sample's temperature; the first is NaN.
+        the sample's temperature; the first is NaN. Empty from a reward model.
         """
 
     @_builtins.property
@@ -583,7 +585,8 @@ class ComputeLogprobsResponse(_message.Message):
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """n little-endian float32 per sample: the critic's value before each token, in units of the
-        return; the first is NaN. Empty unless requested.
+        return; the first is NaN. From a reward model, 1 float32 per sample: its score, of the state
+        after the last token that is no padding of the model. Empty unless requested.
         """
 
     def __init__(

@@ -34,6 +34,7 @@ RATIO_SUM: Final = "sum of the mismatch ratio"
 RATIO_SQUARE_SUM: Final = "sum of the squared mismatch ratio"
 SAMPLE_COUNT: Final = "samples with loss tokens"
 UNIT_COUNT: Final = "units of a loss of whole answers"
+SCORE_SQUARES: Final = "squared scores, mean over a unit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

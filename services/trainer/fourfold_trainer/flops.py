@@ -11,8 +11,8 @@ A forward pass over samples of t_1, t_2, ... tokens takes
 
     N   parameters of products with every token: no embedding, which is looked up, and in a mixture of experts only
         those of the token's top-k experts
-    M   parameters of the output embedding, tied or not; 0 for a critic
-    k   tokens of a sample whose log-probabilities are computed: those in the loss
+    M   parameters of the output embedding, tied or not, or of a reward model's head; a critic's is left out
+    k   tokens of a sample whose log-probabilities are computed: those in the loss; 1 of a sample that is scored
     L   layers
     H   width of the attention: heads times head size. QK' and AV take 4 L H t for a token that reads t others, and half
         of it under a causal mask. In MLA the head size is the mean of those of QK' and AV.
@@ -48,7 +48,7 @@ def size_of(model: Any) -> ModelSize:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if queries := getattr(config, "qk_head_dim", None):  # MLA, where head_dim is that of the rotary part
         head_size = (queries + config.v_head_dim) / 2
-    head = getattr(model.get_output_embeddings(), "weight", None)  # None: a critic
+    head = getattr(getattr(model, "score", None) or model.get_output_embeddings(), "weight", None)
     excluded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} | {id(head)}
     counts = [(_used(p, config), p.requires_grad) for p in model.parameters() if id(p) not in excluded]
     output = 0 if head is None else math.prod(whole_shape(head))

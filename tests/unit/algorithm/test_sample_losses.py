@@ -240,7 +240,7 @@ def test_a_metric_of_a_loss_has_a_name_that_can_be_sent() -> None:
             "correction.kind has no effect on loss.kind = `kto`",
         ),
         ({"loss": {"kind": "kto"}, "sft_coef": 1.0}, "sft_coef = 1 weighs the preferred answers of pairs"),
-        ({"loss": {"kind": "bradley-terry"}}, "`bradley-terry` trains the head of a reward model"),
+        ({"loss": {"kind": "bradley-terry"}, "sft_coef": 1.0}, "sft_coef has no effect on loss.kind = `bradley-terry`"),
     ],
 )
 def test_keys_that_would_do_nothing_are_refused(table: dict[str, Any], message: str) -> None:

@@ -51,7 +51,7 @@ SHAPE: Final[dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_is_looked_up_and_only_a_policy_has_a_head(tied: bool) -> None:
+def test_an_embedding_is_looked_up_and_the_head_is_apart(tied: bool) -> None:
     config = transformers.LlamaConfig(**{**SHAPE, "vocab_size": 64, "tie_word_embeddings": tied})
     body, head = 3 * (2 * 8 * 12 + 2 * 8 * 6 + 3 * 8 * 12 + 2 * 8) + 8, 64 * 8
     model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -61,8 +61,7 @@ def test_an_embedding_is_looked_up_and_only_a_policy_has_a_head(tied: bool) -> N
     model.lm_head.weight.requires_grad_(False)
     assert size_of(model) == replace(size, trained_head=0)
     forward.install_values(model)
-    critic = replace(size, parameters=body + 8, trained_parameters=body + 8, head=0, trained_head=0)
-    assert size_of(model) == critic, "one more row, of the value head"
+    assert size_of(model) == replace(size, head=8, trained_head=8), "one row, of the head of values"
 
 
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:

@@ -18,14 +18,16 @@ from fourfold.algorithm.losses import SampleInputs, SampleLoss
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import EMPTY_FLOATS
 from fourfold.config import Config
+from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
+from fourfold.sample.columns import Samples
 from fourfold.sample.mismatched import mismatched
 from fourfold_trainer.batches import UnitBatch, dummy_unit_batch, from_arrays, to_arrays
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.batch import TrainBatch, check_samples
 from fourfold_trainer.step.loss_units import tail_factors
-from fourfold_trainer.step.micro_batches import mini_batches
+from fourfold_trainer.step.micro_batches import forward_all, mini_batches
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from fourfold_trainer.step.unit_objective import sample_sums
@@ -40,28 +42,34 @@ LOSSES: Final[dict[str, dict[str, Any]]] = {
     "simpo": {"loss": {"kind": "simpo"}, "sft_coef": 0.2},
     "orpo": {"loss": {"kind": "orpo"}, "sft_coef": 1.0},
     "kto": {"loss": {"kind": "kto", "undesirable_weight": 0.5}},
+    "scores": {"loss": {"kind": "bradley-terry", "margin": True, "center_coef": 0.1}},
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def recipe(name: str, *, ranks: int = 1, budget: int = 1000, **batch: int) -> Config:
-    return make_recipe(
+    algorithm = {**LOSSES[name], "filter": {"keep": "varied"}}
+    found = make_recipe(
         batch={"group_size": 2, "tokens_per_micro_batch": budget, **batch},
         trainer={"ranks": ranks, "learning_rate": 0.5},
-        algorithm={**LOSSES[name], "filter": {"keep": "varied"}},
+        algorithm=LOSSES["dpo"] | {"filter": {"keep": "varied"}} if name == "scores" else algorithm,
     )
+    # A recipe of engines trains no reward model. The step does not read where its samples come from.
+    return found.model_copy(update={"algorithm": AlgorithmConfig.model_validate(algorithm)})
 
 
 def answer(number: int, group: str, score: float | None, completion: int) -> Sample:
     return sample(f"{group}{number}", group=group, score=score, completion=completion, reference=True, seed=number)
 
 
-def pairs() -> list[Sample]:
-    """Five pairs of uneven answers: in one the second is better, one has two segments, and one an empty answer."""
+def pairs(*, segments: bool = True) -> list[Sample]:
+    """Five pairs of uneven answers: in one the second is better, one may have two segments, one has an empty answer."""
     found: list[Sample] = []
     for index, (chosen, rejected) in enumerate([(2, 9), (12, 1), (4, 4), (1, 7), (6, 0)]):
         pair = [answer(0, "abcde"[index], 1.0, chosen), answer(1, "abcde"[index], 0.0, rejected)]
         found += reversed(pair) if index == 1 else pair
+    if not segments:
+        return found
     one = replace(found[4], trajectory_id="c", segment_count=2)
     other = replace(answer(7, "c", 1.0, 3), trajectory_id="c", segment_index=1, segment_count=2)
     return [one, *found[:4], other, *found[5:]]
@@ -76,7 +84,7 @@ def labelled() -> list[Sample]:
 
 
 def samples(name: str) -> list[Sample]:
-    return labelled() if name == "kto" else pairs()
+    return labelled() if name == "kto" else pairs(segments=name != "scores")
 
 
 def run(found: Sequence[Sample], config: Config) -> tuple[ToyEngine, StepResult]:
@@ -94,8 +102,10 @@ def truth(name: str, found: Sequence[Sample], config: Config, table: Tensor) -> 
         by_trajectory.setdefault(one.trajectory, []).append(one)
     groups: dict[str, list[tuple[float | None, Tensor, Tensor]]] = {}
     for segments in by_trajectory.values():
-        p = torch.cat([rows[torch.from_numpy(s.token_ids[s.loss_mask]).long()] for s in segments])
-        f = torch.cat([torch.from_numpy(s.reference_logprobs[s.loss_mask]).double() for s in segments])
+        # The toy scores a sample by the log-probability of its last token.
+        masked = [(s, slice(-1, None) if name == "scores" else s.loss_mask) for s in segments]
+        p = torch.cat([rows[torch.from_numpy(s.token_ids[mask]).long()] for s, mask in masked])
+        f = torch.cat([torch.from_numpy(s.reference_logprobs[mask]).double() for s, mask in masked])
         groups.setdefault(segments[0].group_id, []).append((segments[0].score, p, f))
     units = [[(s, p, f) for s, p, f in group if s is not None] for group in groups.values()]
     units = [unit for unit in units if all(len(p) for _, p, _ in unit)]
@@ -227,6 +237,32 @@ def test_the_metrics_are_means_over_pairs() -> None:
     assert set(found) <= m.METRICS.keys() and not {m.ENTROPY, m.SCORE_MEAN, m.APPROX_KL} & found.keys()
 
 
+def test_the_metrics_of_a_reward_model_are_those_of_its_scores() -> None:
+    config = recipe("scores", ranks=2, budget=40)
+    _, result = run(samples("scores"), config)
+    found = metrics.summarise(result, config)
+    table = torch.log_softmax(ToyEngine(config).policy.detach(), 0)
+    scores = {s.sample_id: float(table[int(s.token_ids[-1])]) for s in samples("scores")}
+    chosen, rejected = [scores[f"{group}0"] for group in "abcde"], [scores[f"{group}1"] for group in "abcde"]
+    assert found[m.SCORE_MEAN] == pytest.approx(np.mean([*scores.values()]))
+    assert found[m.SCORE_STD] == pytest.approx(np.std([*scores.values()]))
+    assert found[m.SCORE_ACCURACY] == pytest.approx(np.mean([a > b for a, b in zip(chosen, rejected, strict=True)]))
+    assert found[m.PAIR_MARGIN] == pytest.approx(np.mean(chosen) - np.mean(rejected))
+    assert set(found) <= m.METRICS.keys() and not {m.PAIR_ACCURACY, m.PAIR_CHOSEN_LOGPROB} & found.keys()
+
+
+def test_a_reward_model_answers_with_one_score_per_sample_and_with_nothing_else() -> None:
+    config = recipe("scores", ranks=2, budget=16)
+    engine: Any = ToyEngine(config)
+    found = forward_all(engine, Samples.of(pairs()), config, entropies=False, values=True)
+    table = torch.log_softmax(engine.policy.detach(), 0).float()
+    assert [row.tolist() for row in found.values] == [[float(table[int(s.token_ids[-1])])] for s in pairs()]
+    assert not found.logprobs
+    for more in ({"entropies": False, "values": False}, {"entropies": True, "values": True}):
+        with pytest.raises(InvalidInput, match="the recipe trains a reward model; set include_values alone"):
+            forward_all(engine, Samples.of(pairs()), config, **more)
+
+
 def test_a_step_without_a_whole_pair_is_skipped() -> None:
     engine, result = run(pairs()[-2:], recipe("dpo"))
     assert result.skipped_reason == "NO_ACTION_TOKENS" and not engine.gradients
@@ -246,6 +282,7 @@ def test_a_unit_batch_survives_the_rank_channel() -> None:
         ("dpo", lambda s: [replace(x, reference_logprobs=EMPTY_FLOATS) for x in s], "loss.kind = `dpo` needs them"),
         ("kto", lambda s: [replace(x, score=1.0) for x in s], "each of the 2 samples has a score"),
         ("dpo", lambda s: [replace(s[0], score=None), s[1]], "has no score"),
+        ("scores", lambda s: pairs()[:3] + pairs()[5:6], "sample c0 is one of 2 segments of trajectory c"),
     ],
 )
 def test_samples_that_are_no_units_are_refused(name: str, change: Any, message: str) -> None:

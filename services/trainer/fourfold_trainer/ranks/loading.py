@@ -27,7 +27,7 @@ def make_worker(
     with fast_imports(without="mlflow"):
         import torch
 
-        from fourfold_trainer.zero.models import DeepSpeedCritic, DeepSpeedPolicy
+        from fourfold_trainer.zero.models import DeepSpeedCritic, DeepSpeedPolicy, DeepSpeedScorer
         from fourfold_trainer.zero.process_groups import join, make_exchange, make_file_group
 
     if config.trainer.device == "cpu" or config.trainer.offload != "none":  # the optimizer then runs on the CPU
@@ -41,7 +41,8 @@ def make_worker(
     torch.manual_seed(config.seed * rank_count + rank)
     policy = critic = None
     if place.holds != "critic":
-        policy = DeepSpeedPolicy(config, model_folder, rank=rank, rank_count=rank_count, exchange=exchange)
+        make = DeepSpeedScorer if config.algorithm.loss.trains == "scores" else DeepSpeedPolicy
+        policy = make(config, model_folder, rank=rank, rank_count=rank_count, exchange=exchange)
     if place.holds != "policy":
         source = folder.resolve(config.critic.source) if config.critic.source else model_folder
         critic = DeepSpeedCritic(config, source, rank=rank, gpu=place.gpu, exchange=exchange)

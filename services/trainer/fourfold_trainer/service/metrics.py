@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fourfold import metrics as m
 from fourfold.arrays import Float64Array
 from fourfold.config import Config
-from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, UNIT_COUNT
+from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, SCORE_SQUARES, UNIT_COUNT
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.step_result import StepResult
 
@@ -24,6 +24,7 @@ _OTHER_SUMS: Final = {
     m.REJECTED_SAMPLES,
     SAMPLE_COUNT,
     UNIT_COUNT,
+    SCORE_SQUARES,
     m.MISMATCH_NONFINITE,
     m.MISMATCH_PROBABILITY,
     m.MISMATCH_KL,
@@ -110,6 +111,8 @@ def _policy(result: StepResult) -> dict[str, float]:
         found[m.REJECTED_SAMPLES] = sums.sums[m.REJECTED_SAMPLES] / max(sums.sums[SAMPLE_COUNT], 1)
     count = sums.sums.get(UNIT_COUNT) or count
     found |= {name: total / count for name, total in sums.sums.items() if name not in _OTHER_SUMS}
+    if SCORE_SQUARES in sums.sums:
+        found[m.SCORE_STD] = math.sqrt(max(sums.sums[SCORE_SQUARES] / count - found[m.SCORE_MEAN] ** 2, 0.0))
     return found | sums.lowest | sums.highest
 
 

@@ -85,8 +85,13 @@ def add_part(
 
     Raises:
         AlreadyExists: the number of the last part, with other content.
-        WrongState: another step than the next, or neither the last part nor the next.
+        WrongState: another step than the next, or neither the last part nor the next; or the recipe trains a reward
+            model.
     """
+    if config.algorithm.loss.trains == "scores":
+        raise WrongState(
+            "the recipe trains a reward model, and the gradient of a part is one of log-probabilities; use TrainStep"
+        )
     if part.step != state.step + 1:
         raise WrongState(
             f"step {part.step} accepts no part; the trainer is at step {state.step}: send step {state.step + 1}"

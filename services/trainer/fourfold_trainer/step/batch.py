@@ -42,8 +42,13 @@ class TrainBatch:
 
     @classmethod
     def of(cls, found: Iterable[Sample], algorithm: AlgorithmConfig) -> TrainBatch:
-        """Order samples by trajectory, in the order of their first samples, and count their action tokens."""
+        """Order samples by trajectory, in the order of their first samples, and count their action tokens.
+
+        A loss of scores reads one number of each sample: its last token is then its only action token.
+        """
         samples = Samples.of(found)
+        if algorithm.loss.trains == "scores":
+            samples = samples.with_last_tokens("action_mask", "loss_mask")
         members = group_members(samples.trajectories)
         if algorithm.loss.reads != "trajectories":  # the samples of a group are neighbours, as those of a pair are read
             groups = group_members([samples.values["group_id"][part[0]] for part in members])
@@ -200,6 +205,11 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
 def _check_units(samples: Sequence[Sample], config: Config, *, measured: bool) -> None:
     """Refuse samples that are not the units that the loss reads; `measured`: it measures a distance."""
     loss = config.algorithm.loss
+    if loss.trains == "scores" and (part := next((s for s in samples if s.segment_count > 1), None)):
+        raise InvalidInput(
+            f"sample {part.sample_id} is one of {part.segment_count} segments of trajectory {part.trajectory}, and "
+            f"algorithm.loss.kind = `{loss.kind}` scores whole texts: send each answer as one sample"
+        )
     if loss.reads == "pairs":
         _check_pairs(samples, most_tokens=config.batch.tokens_per_micro_batch)
     if measured and all(sample.score is not None for sample in samples):

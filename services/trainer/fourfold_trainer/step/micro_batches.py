@@ -8,6 +8,7 @@ weight is 0. With sequence parallelism, "rank" is a group of ranks that share ev
     compute_old_logprobs log-probabilities before the first update, from its micro-batches
     compute_as_updates   the same, with entropies if they are asked for
     forward_all          log-probability, entropy and value of every token
+    score_all            the score of every sample, from a reward model
     add_gradient         log-probabilities; keeps the gradient of their weighted sum
     mini_batches         the samples of each optimizer step
     LossTokens           the loss tokens of every sample, made into micro-batches
@@ -71,7 +72,7 @@ def compute_per_token(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forward:
-    """Outputs of the models for every token, float32 [n] per sample; the first is NaN. Empty: not asked for."""
+    """Outputs of the models for every token, float32 [n] per sample; the first is NaN. Empty: there are none."""
 
     logprobs: list[Float32Array]
     entropies: list[Float32Array]
@@ -81,9 +82,18 @@ class Forward:
 def forward_all(engine: TrainerEngine, samples: Samples, config: Config, *, entropies: bool, values: bool) -> Forward:
     """Compute the log-probability of every token and, where asked for, entropies and values.
 
+    The values of a reward model are the scores of the samples, float32 [1] each, and it has no log-probabilities.
+
     Raises:
-        InvalidInput: values are asked for, but there is no critic.
+        InvalidInput: values are asked for, but there is no critic; or others of a reward model.
     """
+    if config.algorithm.loss.trains == "scores":
+        if entropies or not values:
+            raise InvalidInput(
+                "log-probabilities or entropies are asked for, but the recipe trains a reward model; set "
+                "include_values alone, which asks for scores"
+            )
+        return Forward(logprobs=[], entropies=[], values=score_all(engine, samples, config))
     if values and not config.algorithm.needs_critic:
         raise InvalidInput(
             "values are asked for, but the recipe has no critic; leave include_values out, or train one: "
@@ -102,6 +112,14 @@ def forward_all(engine: TrainerEngine, samples: Samples, config: Config, *, entr
         logprobs=[_after_nan(row[:, 0] if entropies else row) for row in found],
         entropies=[_after_nan(row[:, 1]) for row in found] if entropies else [],
         values=[_after_nan(row) for row in valued],
+    )
+
+
+def score_all(engine: TrainerEngine, samples: Samples, config: Config) -> list[Float32Array]:
+    """Return the score of each sample, float32 [1], from the reward model that is trained."""
+    last = samples.lengths - 1
+    return compute_per_token(
+        engine.compute_logprobs, samples, lambda i: last[i : i + 1], np.ones(len(last), np.int64), config
     )
 
 

@@ -15,7 +15,7 @@ from fourfold.algorithm.losses.units import SampleInputs, SampleLoss
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.nn.sequence import to_device
 from fourfold_trainer.batches import UnitBatch
-from fourfold_trainer.engine import UNIT_COUNT, UpdateSettings
+from fourfold_trainer.engine import SCORE_SQUARES, UNIT_COUNT, UpdateSettings
 from fourfold_trainer.step.metric_accumulator import MetricAccumulator
 
 
@@ -46,7 +46,10 @@ def unit_objective(
     real = weights > 0
     total = (weights * torch.where(real, found.loss, 0.0)).sum()
     means = dict(found.means)
-    if loss.reads == "pairs":
+    if loss.trains == "scores":
+        scores = sums.detach().view(len(weights), -1)  # of the samples of each unit
+        means |= {metrics.SCORE_MEAN: scores.mean(1), SCORE_SQUARES: scores.square().mean(1)}
+    elif loss.reads == "pairs":
         chosen, rejected = inputs.sides(sums.detach())
         one, two = inputs.sides(counts)
         means |= {metrics.PAIR_CHOSEN_LOGPROB: chosen, metrics.PAIR_REJECTED_LOGPROB: rejected}

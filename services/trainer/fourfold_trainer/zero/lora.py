@@ -5,8 +5,9 @@
     sent, exported   model.layers.0.self_attn.q_proj.weight                     W + scale * B A
     for PEFT         base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
-Only the adapters have gradients, master weights and tensors in a checkpoint. `policy-lora.json` in a checkpoint records
-their LoRA rank, scale, layers and base weights; a checkpoint that differs in one of them is refused.
+Only the adapters, and the head of a reward model, have gradients, master weights and tensors in a checkpoint.
+`policy-lora.json` in a checkpoint records LoRA rank, scale, layers and base weights; a checkpoint that differs in one
+of them is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LoraAdapters:
 
         Args:
             config: with a rank above 0.
-            model: its output embedding was replaced and gets no adapter.
+            model: its output embedding was replaced and gets no adapter. The head of a reward model is trained itself.
             source: folder of the model, for PEFT's configuration.
             seed: of A.
 
@@ -58,7 +59,10 @@ class LoraAdapters:
                 f"trainer.lora.rank = {config.rank} needs PEFT, which cannot be imported ({error}); "
                 f"{install_command('fourfold-trainer[lora]')}, or set it to 0"
             ) from None
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        head = getattr(model, "score", None)
+        linear = [
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        ]
         layers = select_adapter_layers(linear, config)
         self.record: dict[str, Any] = {
             "rank": config.rank,
@@ -73,13 +77,14 @@ class LoraAdapters:
             target_modules=layers,
             base_model_name_or_path=str(source),
             inference_mode=False,
-            task_type="CAUSAL_LM",
+            task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
         )
         with torch.random.fork_rng(devices=[]):
             # The policy's random state differs by rank; A must not, or the ranks would train different adapters.
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(self._peft_config, model)
         self._parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._head: dict[str, Any] = {} if head is None else {"score.weight": head.weight.requires_grad_()}
         self.by_weight = {
             f"{name.removesuffix(_A)}.weight": Adapter(
                 a=parameter, b=self._parameters[name.removesuffix(_A) + _B], scale=config.scale
@@ -88,8 +93,8 @@ class LoraAdapters:
             if name.endswith(_A)
         }
         """Adapters by the base model's name of the weight that they change."""
-        self.parameters: list[Any] = list(self._parameters.values())
-        """All parameters of the adapters."""
+        self.parameters: list[Any] = [*self._parameters.values(), *self._head.values()]
+        """All parameters that are trained."""
 
     def rename(self, name: str) -> str:
         """Return the base model's name of a parameter; empty for a parameter of an adapter."""
@@ -98,9 +103,11 @@ class LoraAdapters:
     def write(self, folder: Path) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` reads, durably. The adapters must be whole here."""
         settings = self._peft_config.to_dict() | {"inference_mode": True}
+        if self._head:  # not before: PEFT would put a module of its own in its place
+            settings["modules_to_save"] = ["score"]
         tensors = {
             f"base_model.model.{name.replace('.default.', '.')}": parameter.detach().cpu()
-            for name, parameter in self._parameters.items()
+            for name, parameter in (self._parameters | self._head).items()
         }
         store.write_adapter(folder, json.dumps(settings, indent=2, sort_keys=True, default=sorted), tensors)
 

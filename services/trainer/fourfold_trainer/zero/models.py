@@ -1,4 +1,4 @@
-"""Implements the policy and the critic of one rank: log-probabilities, values, export, weights to transfer."""
+"""Implements the models of one rank: log-probabilities, values and scores, export, weights to transfer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import deepspeed
+import torch
 from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.errors import Unavailable
 from fourfold.nn import forward, router
-from fourfold.nn.batching import TokenBatch
+from fourfold.nn.batching import TokenBatch, scored_rows
 from fourfold.nn.sequence import Exchange
 from fourfold.weights.source.base import ParameterSource, WeightSource
 from fourfold.weights.source.dense import DenseSource
@@ -66,9 +67,10 @@ def export_model(
     # then fails with "Cannot partition a param in flight"; `gathering` waits for them first.
     with gathering(engine) if stage == 3 else nullcontext():
         # Every group needs the adapters, which are small: gather them once around all groups.
-        with gathered(adapters.parameters if adapters is not None else []):
+        trained = adapters.parameters if adapters is not None else []
+        with gathered(trained):
             for group in _groups(sent):
-                with gathered([parameter for _, parameter, _ in group]):
+                with gathered([parameter for _, parameter, _ in group if not any(parameter is one for one in trained)]):
                     if writer is not None and failure is None:
                         failure = _write(writer, group, adapters)
             if rank == 0 and adapters is not None and failure is None:
@@ -82,16 +84,18 @@ def export_model(
 
 
 def _classifier_settings(model: Any, source: Path) -> dict[str, Any]:
-    """Return what config.json has in addition if the model is a critic: that of a classifier with one label.
+    """Return what config.json has in addition if the model has a head of values: that of a classifier with one label.
 
-    transformers reads its folder as a ...ForSequenceClassification, and `critic.source` takes it.
+    transformers reads its folder as a ...ForSequenceClassification. `critic.source` and `reward.model.source` take it.
     """
     if not hasattr(model, "score"):
         return {}
     name = type(model).__name__.replace("ForCausalLM", "ForSequenceClassification")
     pad = model_export.pad_token_id(model.config.get_text_config(), source)
-    labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    return {"architectures": [name], **labels, **({} if pad is None else {"pad_token_id": pad})}
+    labels = {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    # vLLM passes the output of a classifier through a sigmoid unless it is a regression.
+    settings = {"architectures": [name], **labels, "problem_type": "regression"}
+    return settings | ({} if pad is None else {"pad_token_id": pad})
 
 
 def _write(
@@ -133,16 +137,20 @@ class DeepSpeedPolicy(DeepSpeedModel):
         """Load the model. The ranks of `exchange` share every row. Raises ConfigError if it cannot be trained."""
         self._rank_count, self._source_folder = rank_count, model_folder
         model = load_model(config, model_folder, device_of(config, rank))
+        self.vocabulary_size = whole_shape(model.get_output_embeddings().weight)[0]
         with gathered_modules(model):
-            forward.install(model, float32_logits=config.model.head_dtype == "float32")
+            self._install(model, config)
             self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef, exchange=exchange)
         if exchange is not None:
             forward.share_rows(model, exchange)
-        self.vocabulary_size = whole_shape(model.get_output_embeddings().weight)[0]
         table = config.trainer.lora
         self._adapters = lora.LoraAdapters(table, model, source=model_folder, seed=config.seed) if table.rank else None
         decay = config.trainer.ema_decay
         super().__init__(config, config.trainer, model, rank=rank, gpu=rank, ema_decay=decay)
+
+    def _install(self, model: Any, config: Config) -> None:
+        """Replace the head of the model, which is gathered."""
+        forward.install(model, float32_logits=config.model.head_dtype == "float32")
 
     def logprobs(
         self, batch: TokenBatch, *, entropy: bool = False, energy: bool = False
@@ -196,6 +204,29 @@ class DeepSpeedPolicy(DeepSpeedModel):
 
     def _check(self, folder: Path) -> None:
         lora.check_record(folder, self._adapters)
+
+
+class DeepSpeedScorer(DeepSpeedPolicy):
+    """The reward model of a run whose loss reads scores: it takes the place of the policy, with its optimizer.
+
+    The head is that of a critic. It begins with the weights of a reward model's folder, or with zeros.
+    """
+
+    def _install(self, model: Any, config: Config) -> None:
+        forward.install_values(model, forward.read_value_head(self._source_folder))
+        self._pad_id = model_export.pad_token_id(model.config.get_text_config(), self._source_folder)
+
+    def logprobs(
+        self, batch: TokenBatch, *, entropy: bool = False, energy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the score of each sample, float32 [s], in place of log-probabilities; the batch asks for one of each.
+
+        It is read where transformers and the reward service read it: after the last token that fills up no batch.
+        """
+        assert len(batch.rows) == len(batch.lengths), "a sample has one score"
+        rows = torch.from_numpy(scored_rows(batch.token_ids, batch.lengths, self._pad_id))
+        result: Tensor = self._forward(**(forward.value_arguments(batch, self._device) | {"rows": rows}))
+        return result, None
 
 
 class DeepSpeedCritic(DeepSpeedModel):

@@ -355,7 +355,8 @@ class Coordinator:
         if rows is None:
             return TrainingLoop(context, GroupProducer(context), recipe, history, self._evaluator(context))
         timeout = self._config.trainer.step_timeout_seconds
-        evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout)
+        of_scores = self._config.algorithm.loss.trains == "scores"
+        evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout, of_scores=of_scores)
         return TrainingLoop(context, RowFeed(rows.train), recipe, history, evaluator)
 
     def _evaluator(self, context: RunContext) -> Evaluator:

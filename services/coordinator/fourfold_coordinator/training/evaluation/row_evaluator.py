@@ -1,11 +1,11 @@
-"""Measures the loss on held-out rows by the log-probabilities of the trainer."""
+"""Measures held-out rows: their loss by log-probabilities of the trainer, or the accuracy of its reward model."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -22,16 +22,26 @@ from .estimators import clustered_interval
 
 log = logging.getLogger("fourfold.coordinator")
 
+_Measured: TypeAlias = tuple[list[float], list[str], float]
+"""A value for each row or pair, whose mean is the score of the set; the group of each; mean tokens of an answer."""
+
 _CALL_TOKENS: Final = 1 << 20  # of 4 bytes: a call takes at most 8 MiB
 _NOT_FINITE: Final = "NOT_FINITE"  # reason of the client for log-probabilities that are not
 
 
 class RowEvaluator:
-    """A `PolicyEvaluator` without engines. The score of a set is minus its loss per token, so that higher is better."""
+    """A `PolicyEvaluator` without engines. The score of a set is minus its loss per token, so that higher is better.
 
-    def __init__(self, sets: Sequence[HeldOutRows], session: TrainerSession, *, timeout: float) -> None:
-        """Evaluate `sets`; a call to the trainer may take `timeout` seconds."""
+    That of a reward model is its accuracy: the share of pairs whose preferred answer has the greater score. A pair of
+    equal scores counts half.
+    """
+
+    def __init__(
+        self, sets: Sequence[HeldOutRows], session: TrainerSession, *, timeout: float, of_scores: bool = False
+    ) -> None:
+        """Evaluate `sets`; a call to the trainer may take `timeout` seconds. `of_scores`: it trains a reward model."""
         self._sets, self._session, self._timeout = tuple(sets), session, timeout
+        self._measure = self._accuracy if of_scores else self._loss
 
     async def run(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
@@ -63,33 +73,47 @@ class RowEvaluator:
         return Evaluation(row=row, oldest_version=version, newest_version=version)
 
     async def _evaluate(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> SetResult:
-        began, sums, counts, clusters = time.monotonic(), list[float](), list[int](), list[str]()
-        for part in _parts(held_out):
-            samples = [sample for sample, _ in part]
-            rows = await self._logprobs(samples)
-            for (sample, group), logprobs in zip(part, rows, strict=True):
-                sums.append(-float(logprobs[sample.loss_mask].sum(dtype=np.float64)))
-                counts.append(int(np.count_nonzero(sample.loss_mask)))
-                clusters.append(str(group))
-            on_progress(len(sums))
-        loss = sum(sums) / sum(counts)
-        # The loss is a ratio of two sums. These values have it as their mean, and its variance as theirs.
-        mean_count = sum(counts) / len(counts)
-        values = [-loss - (total - loss * count) / mean_count for total, count in zip(sums, counts, strict=True)]
+        began = time.monotonic()
+        values, clusters, tokens = await self._measure(held_out, on_progress)
         _, interval = clustered_interval(values, clusters)
         return SetResult(
             name=held_out.name,
-            score=-loss,
+            score=sum(values) / len(values),
             half_width=half_width(interval),
             interval=interval,
-            answer_count=len(sums),
+            answer_count=len(values),
             missing_count=0,
-            tokens_per_answer=mean_count,
+            tokens_per_answer=tokens,
             seconds=round(time.monotonic() - began, 3),
             pass_at=(),
             majority_at=(),
             measure="loss",
         )
+
+    async def _loss(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
+        sums, counts, clusters = list[float](), list[int](), list[str]()
+        for part in _parts(held_out):
+            rows = await self._logprobs([sample for sample, _ in part])
+            for (sample, group), logprobs in zip(part, rows, strict=True):
+                sums.append(-float(logprobs[sample.loss_mask].sum(dtype=np.float64)))
+                counts.append(int(np.count_nonzero(sample.loss_mask)))
+                clusters.append(str(group))
+            on_progress(len(sums))
+        loss, mean_count = sum(sums) / sum(counts), sum(counts) / len(counts)
+        # The loss is a ratio of two sums. These values have it as their mean, and its variance as theirs.
+        values = [-loss - (total - loss * count) / mean_count for total, count in zip(sums, counts, strict=True)]
+        return values, clusters, mean_count
+
+    async def _accuracy(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
+        scores, lengths, clusters = list[float](), list[int](), list[str]()
+        for part in _parts(held_out):
+            scores += await self._scores([sample for sample, _ in part])
+            lengths += [len(sample.token_ids) for sample, _ in part]
+            clusters += [str(group) for _, group in part]
+            on_progress(len(scores) // 2)
+        # The samples of a pair are neighbours, that of the preferred answer first.
+        values = [float(1 + np.sign(one - two)) / 2 for one, two in zip(scores[0::2], scores[1::2], strict=True)]
+        return values, clusters[0::2], sum(lengths) / len(lengths)
 
     async def _logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         async def compute(trainer: Replica) -> list[Float32Array]:
@@ -105,6 +129,10 @@ class RowEvaluator:
                 ) from None
 
         return await self._session.call("ComputeLogprobs", compute)
+
+    async def _scores(self, samples: Sequence[Sample]) -> list[float]:
+        timeout = self._timeout
+        return await self._session.call("ComputeLogprobs", lambda r: r.trainer.compute_scores(samples, timeout=timeout))
 
 
 def _parts(held_out: HeldOutRows) -> Iterator[list[tuple[Sample, int]]]:

@@ -268,7 +268,8 @@ def _held_out_set(config: Config, held_out: EvalSet) -> str:
     if held_out.max_prompts:
         prompts = f"the first {held_out.max_prompts:,} of their prompts"
     if not config.needs_engines:
-        return f"{rows} The loss of {prompts.replace('prompts', 'rows')}"
+        measured = "scores" if config.algorithm.loss.trains == "scores" else "loss"
+        return f"{rows} The {measured} of {prompts.replace('prompts', 'rows')}"
     answers = _count(held_out.samples_per_prompt, "greedy answer" if held_out.temperature == 0 else "sampled answer")
     return f"{rows} {answers} to {prompts}"
 

@@ -17,6 +17,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats
 from fourfold.sample.wire import encode
 from fourfold.trainer.client import AsyncTrainerClient
+from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from tests.conftest import Serve
 from tests.fakes.servicers import Reference, Reward, Rollout, Trainer, generated, sample, score_item
 
@@ -225,6 +226,31 @@ class TestTrainerClient:
         client = AsyncTrainerClient(await serve(Trainer().servicer()), peer="t")
         with pytest.raises(errors.NotFound, match="row is gone"):
             await client.train_step(4, experiences(), timeout=5)
+
+    async def test_a_score_that_is_missing_or_not_finite_is_refused(self, serve: Serve) -> None:
+        class Scorer(Trainer):
+            values: Any = ()
+
+            async def ComputeLogprobs(self, request: pb.ComputeLogprobsRequest, context: Any) -> Any:
+                assert request.include_values
+                return pb.ComputeLogprobsResponse(values=[pack_floats(row) for row in self.values])
+
+        servicer = Scorer()
+        client = AsyncTrainerClient(await serve(servicer.servicer()), peer="t")
+        samples = [sample("a"), sample("b")]
+        servicer.values = [[0.5], [-2]]
+        assert await client.compute_scores(samples, timeout=5) == [0.5, -2.0]
+        for values, kind in [
+            ([[1]], "WRONG_COUNT"),
+            ([[1], [1, 2]], "WRONG_COUNT"),
+            ([[1], []], "WRONG_COUNT"),
+            ([[1], [np.nan]], "NOT_FINITE"),
+            ([[1], [np.inf]], "NOT_FINITE"),
+        ]:
+            servicer.values = values
+            with pytest.raises(errors.PeerFault) as fault:
+                await client.compute_scores(samples, timeout=5)
+            assert fault.value.reason == kind
 
 
 class TestReferenceClient:

@@ -358,6 +358,7 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: 
     last = status.steps[-1].metrics
     rows = []
     for label, metric, form in (
+        ("accuracy", metrics.SCORE_ACCURACY, "{:.1%}"),
         ("reward", metrics.REWARD_MEAN, "{:.2f}") if metrics.REWARD_MEAN in last else ("loss", metrics.NLL, "{:.4f}"),
         ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
         ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),

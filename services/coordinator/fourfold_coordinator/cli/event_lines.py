@@ -210,6 +210,7 @@ def recovery_line(recovery: pb.Recovery) -> str:
 def step_line(record: pb.StepRecord, status: pb.RunStatus) -> str:
     last, words = record.metrics, [f"step {record.step}/{status.step_count}"]
     for metric, form in (
+        (metrics.SCORE_ACCURACY, "accuracy {:.1%}"),
         (metrics.REWARD_MEAN, "reward {:.2f}"),
         (metrics.NLL, "loss {:.4f}"),
         (metrics.DATA_PASS, "pass {:.2f}"),

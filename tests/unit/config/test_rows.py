@@ -89,6 +89,15 @@ def test_what_rows_do_not_read_is_refused_with_the_reason(tmp_path: Path, assign
         assert found.startswith("--set "), "the place is that of the key"
 
 
+@pytest.mark.parametrize(
+    "assignment", ["loss_on=last", "turns=each", "end=token", "trust_special_tokens=true"], ids=lambda text: text[:5]
+)
+def test_a_reward_model_reads_the_text_that_it_scores_later(tmp_path: Path, assignment: str) -> None:
+    key = assignment.partition("=")[0]
+    found = refused(tmp_path, ["algorithm.preset=reward-model", f"data.{assignment}"])
+    assert f"data.{key} = " in found and "a reward model scores the whole text" in found
+
+
 def test_a_run_with_engines_refuses_the_keys_of_rows(tmp_path: Path) -> None:
     engines = RECIPE.replace("passes = 2", "").replace("rows_per_step = 8", "prompts_per_step = 2\ngroup_size = 4")
     engines = engines.replace('preset = "sft"', 'preset = "grpo"') + "[sampling]\nmax_new_tokens = 8\n"
@@ -97,6 +106,10 @@ def test_a_run_with_engines_refuses_the_keys_of_rows(tmp_path: Path) -> None:
         load(tmp_path, recipe=engines)
     with pytest.raises(ConfigError, match=r"`sampling.max_new_tokens` is missing or 0"):
         load(tmp_path, "steps=3", recipe=engines.replace("max_new_tokens = 8", ""))
+    with pytest.raises(
+        ConfigError, match=r"`bradley-terry` trains a reward model on pairs of the data; set batch.rows_"
+    ):
+        load(tmp_path, "steps=3", "algorithm.loss.kind=bradley-terry", recipe=engines)
     with pytest.raises(ConfigError, match=r'algorithm.preset = "sft" trains on the answers of the data'):
         load(tmp_path, "steps=3", "algorithm.preset=sft", recipe=engines)
     values = {"passes": "2", "max_dropped": "0.5", "trust_special_tokens": "true", "form": "text", "turns": "each"}

@@ -117,3 +117,22 @@ def test_scales() -> None:
     assert LoraConfig(rank=64).scale == 0.5
     assert LoraConfig(rank=64, use_rslora=True).scale == 4.0
     assert recipe(rank=2, target_modules="q_proj").trainer.lora.target_modules == ("q_proj",)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_a_reward_model_and_a_critic_have_a_row_in_place_of_an_output_embedding(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    tables = {"name": "r", "steps": 1, "model": {"source": str(folder), "max_context_tokens": 64}}
+    rows = {"data": {"train": {"path": "pairs.jsonl"}}, "batch": {"rows_per_step": 4}}
+    scores = Config.model_validate({**tables, **rows, "algorithm": {"preset": "reward-model"}})
+    sft = Config.model_validate({**tables, **rows, "algorithm": {"preset": "sft"}})
+    shape, embedding = model_sizes(sft).policy, 0 if family == "llama_tied" else 512 * 64
+    assert model_sizes(scores).policy.parameter_count == shape.parameter_count - embedding + 64
+    engines = {"batch": {"prompts_per_step": 1, "group_size": 4}, "sampling": {"max_new_tokens": 8}}
+    ppo = Config.model_validate({**tables, **rows, **engines, "algorithm": {"preset": "ppo"}})
+    assert model_sizes(ppo).critic == model_sizes(scores).policy and model_sizes(ppo).policy == shape
+    logits = memory_plan(sft, model_sizes(sft))[0].activations - memory_plan(scores, model_sizes(scores))[0].activations
+    assert logits == 4096 * 512 * 4 * 3, "float32 logits with two copies"
+    lora = scores.model_copy(update={"trainer": scores.trainer.model_copy(update={"lora": LoraConfig(rank=2)})})
+    adapters = adapter_plan(lora)
+    assert adapters is not None and model_sizes(lora).trained == adapters.parameter_count + 64

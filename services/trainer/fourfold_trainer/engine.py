@@ -5,8 +5,8 @@
                                      ranks/rank_worker.py -> step/optimizer_step.py -> Policy, Critic (each rank; zero/)
                                           '-> fourfold.weights.sender, reads `Policy.weight_source` -> engines
 
-service/state.py numbers the versions of the weights. service/ and train_step.py use `TrainerEngine` alone and are
-tested with a fake. `Policy` and `Critic` are in trained_model.py.
+service/state.py numbers the versions of the weights. train_step.py uses `TrainerEngine` alone, and service/ its
+extension `ServedEngine` (served_engine.py); both are tested with a fake. `Policy` and `Critic` are in trained_model.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
 from fourfold import metrics
-from fourfold.address import LOOPBACK
 from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.nn.batching import TokenBatch
-from fourfold.weights.manifest import Manifest
 from fourfold_trainer.batches import UpdateBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.work import Machine
 
@@ -103,7 +100,7 @@ class EngineFailedError(Exception):
 
 
 class TrainerEngine(Protocol):
-    """All ranks as one. Every method blocks and is called from one thread, except `abort_weights` and `close`.
+    """All ranks as one, as a step uses them. Every method blocks and is called from one thread.
 
     With sequence parallelism, a "rank" that receives batches is a group of ranks that share every micro-batch.
     """
@@ -167,68 +164,3 @@ class TrainerEngine(Protocol):
         They run at the same time where the critic has ranks of its own, and `critic` then in another thread. An error
         of either is raised after both have ended.
         """
-
-    def release_memory(self) -> None:
-        """Return cached GPU memory on all ranks, for the other processes on these GPUs."""
-
-    def save(self, folder: Path) -> None:
-        """Write every rank's state into an existing folder, durably."""
-
-    def commit(self, partial: Path, target: Path) -> None:
-        """Make a complete folder of `save` the checkpoint `target` on other machines that have disks of their own."""
-
-    def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
-        """Remove all other checkpoints from `folder` on other machines."""
-
-    def collect_checkpoints(self, folder: Path) -> None:
-        """Give every machine the newest checkpoint of `folder` all files of which are on some machine."""
-
-    def load(self, folder: Path) -> None:
-        """Restore the files of `save`. Raises WrongState, before anything changes, when they do not fit."""
-
-    def export(self, folder: Path, *, ema: bool = False) -> None:
-        """Write the weights, or their average, as a Hugging Face model into an existing folder, durably."""
-
-    def export_critic(self, folder: Path) -> None:
-        """Write the critic as a Hugging Face classifier with one label into an existing folder, durably."""
-
-    def manifest(self) -> Manifest:
-        """Return the layout of the weights."""
-
-    @property
-    def device_uuids(self) -> tuple[bytes, ...]:
-        """CUDA UUIDs of the policy's ranks, 16 bytes each, in rank order; none on CPU."""
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """Transports that every rank can send weights with, best first."""
-
-    def make_offers(
-        self,
-        epoch: int,
-        backend: str,
-        receiver_count: int,
-        *,
-        group: int = 0,
-        host: str = LOOPBACK,
-        interface: str = "",
-        timeout: float,
-    ) -> list[bytes]:
-        """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank.
-
-        `host` and `interface`: see `fourfold.weights.transport.locality.listen_address`.
-        """
-
-    def open_weights(self, epoch: int, *, timeout: float) -> None: ...
-
-    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SentWeights:
-        """Send the current weights; compute the sums of every tensor unless `skip_sums`."""
-
-    def abort_weights(self, epoch: int) -> None:
-        """Abort the transfer of an epoch and close it. Any thread may call this."""
-
-    def leave(self) -> None:
-        """Leave the process group in good order, before `close`."""
-
-    def close(self) -> None:
-        """End all ranks, also in the middle of a call. Any thread may call this."""

@@ -1,4 +1,4 @@
-"""Implements `TrainerEngine` on all ranks: rank 0 of the policy is this process, the others are its children.
+"""Implements `ServedEngine` on all ranks: rank 0 of the policy is this process, the others are its children.
 
 critic.ranks = 0    one group of ranks: each has a part of both models, which take turns
 critic.ranks > 0    two groups: the critic's ranks have GPUs of their own and work beside the policy's
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class DistributedEngine:
-    """All ranks as one engine. `TrainerEngine` documents the methods.
+    """All ranks as one engine. `ServedEngine` and `TrainerEngine` document the methods.
 
     One thread creates and uses it, and must live as long as the process: rank 0's models belong to that thread.
     """

@@ -2,7 +2,7 @@
 
     servicers (event loop)          engine thread
     ----------------------          -------------
-    run(phase, ..., method) ----->  check against the state, use the TrainerEngine, replace the state
+    run(phase, ..., method) ----->  check against the state, use the ServedEngine, replace the state
     result or error  <------------
     status, watch: read the state, never wait for the engine
 
@@ -28,8 +28,8 @@ from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavaila
 from fourfold.sample.columns import Samples
 from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
-from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.ranks.rank_worker import explain_failure
+from fourfold_trainer.served_engine import ServedEngine
 from fourfold_trainer.service import metrics as service_metrics
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
 from fourfold_trainer.step import accumulation
@@ -65,7 +65,7 @@ class TrainerCore:
     """
 
     def __init__(
-        self, config: Config, *, run_dir: Path, make_engine: Callable[[], TrainerEngine], fatal: Callable[[str], None]
+        self, config: Config, *, run_dir: Path, make_engine: Callable[[], ServedEngine], fatal: Callable[[str], None]
     ) -> None:
         """Prepare; `start` loads the model.
 
@@ -79,7 +79,7 @@ class TrainerCore:
         self._status = Status(state=TrainerState(), phase=Phase.STARTING)
         self._watchers: set[asyncio.Event] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loaded: tuple[TrainerEngine, CheckpointStore] | None = None
+        self._loaded: tuple[ServedEngine, CheckpointStore] | None = None
         self._stopped = self._leaving = False
         self.trained_tokens = 0  # in the loss, of all steps of this process
         self.on_checkpoint: Callable[[], None] = lambda: None
@@ -132,7 +132,7 @@ class TrainerCore:
         return await self._thread.run(phase, lambda: method(*args, **kwargs), timeout=timeout)
 
     @property
-    def engine(self) -> TrainerEngine:
+    def engine(self) -> ServedEngine:
         """Return the engine. Raises Unavailable while the model is loading."""
         return self._get_loaded()[0]
 
@@ -336,7 +336,7 @@ class TrainerCore:
         self._release_memory()
         self._set(checkpoint_step=store.newest_step, vocabulary_size=engine.vocabulary_size)
 
-    def _get_loaded(self) -> tuple[TrainerEngine, CheckpointStore]:
+    def _get_loaded(self) -> tuple[ServedEngine, CheckpointStore]:
         if self._loaded is None:
             raise Unavailable("the trainer is loading its model; try again when it is ready", retry_after=1.0)
         return self._loaded

@@ -15,11 +15,11 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fourfold.errors import ConfigError
 from fourfold.text import nearest_name
@@ -37,7 +37,6 @@ class ExpectedRun:
     source: str  # of the model that it begins with; no expected run
     steps: int  # 0: not known yet
     export_every_steps: int  # 0: it exports its last weights alone
-    max_context_tokens: int
 
 
 _expected: dict[str, ExpectedRun] = {}
@@ -112,36 +111,31 @@ def export_folder(source: str, key: str) -> Path:
             + (f"; did you mean run:{near}?" if near and near != _LATEST else ".")
             + f" To make it: fourfold run RECIPE.toml --name {name}, or give its recipe before this one"
         )
-    if weights.isdecimal() and (export := folder / f"model-step-{int(weights)}").is_dir():
-        return export
     report = _report(folder)
-    if report is None:
+    if not report and not weights.isdecimal():
         raise ConfigError(
             f"{key} = {source!r}: the run {name} has not ended; wait for its end, or continue it: fourfold run "
             f"--resume {folder}"
         )
-    step = _best_step(folder, report, f"{key} = {source!r}") if weights == "best" else int(weights or report["steps"])
-    found = folder / ("model" if step == report["steps"] else f"model-step-{step}")
-    if not found.is_dir():
-        exported = ", ".join(sorted(path.parent.name for path in folder.glob("model*/config.json"))) or "none"
+    scores = {row["step"]: row["score"] for row in report.get("evals", ()) if math.isfinite(row["score"])}
+    wanted = weights or str(report["steps"])
+    step, found = find_weights(folder, wanted, scores=scores, what=f"{key} = {source!r}")
+    if found is None:
         raise ConfigError(
-            f"{key} = {source!r}: the run {name} has no export of step {step} (exports: {exported}). To make it from "
-            f"its checkpoint: fourfold export {folder} --checkpoint {step}; in further runs set "
-            f"checkpoint.export_every_steps"
+            f"{key} = {source!r}: the run {name} has no export of step {step}. To make it from its checkpoint: "
+            f"fourfold export {folder} --checkpoint {step}; in further runs set checkpoint.export_every_steps"
         )
     return found
 
 
-def context_tokens(source: str, key: str) -> int:
-    """Return the longest sequence on which a run trained, `model.max_context_tokens` of its recipe."""
-    name, _ = parse(source, key)
-    if (run := _expected.get(name)) is not None:
-        return run.max_context_tokens
-    file = _RUNS / name / "config.toml"
+def _report(folder: Path) -> dict[str, Any]:
+    """Return report.json of a run; empty if it has not ended, or goes on after an earlier end."""
     try:
-        return int(tomllib.loads(file.read_text(encoding="utf-8"))["model"]["max_context_tokens"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{key} = {source!r}: {file} has no model.max_context_tokens; make the run again") from None
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        steps = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["steps"]
+        return report if report["steps"] >= steps else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def pin(source: str, key: str) -> str:
@@ -153,23 +147,56 @@ def pin(source: str, key: str) -> str:
     return f"{PREFIX}{name}" if folder == "model" else f"{PREFIX}{name}@{folder.rpartition('-')[2]}"
 
 
-def _report(folder: Path) -> dict[str, Any] | None:
-    """Return report.json of a run; None if it has not ended, or goes on after an earlier end."""
+class Weights(NamedTuple):
+    """Weights of a run."""
+
+    step: int
+    folder: Path | None  # folder of the exported model; None: a checkpoint that is not exported yet
+
+
+def find_weights(folder: Path, wanted: str, *, scores: Mapping[int, float], what: str) -> Weights:
+    """Return the weights of a step, the `last` or the `best` ones that a run has on disk; of equal scores, the newer.
+
+    Args:
+        folder: of the run.
+        wanted: a step, `last` or `best`.
+        scores: held-out scores by step.
+        what: names the wish in errors.
+
+    Raises:
+        ConfigError: there are none, or none of that step.
+    """
+    known = all_weights(folder)
+    steps = "step " + ", ".join(map(str, sorted(known)))
+    if wanted == "last" and known:
+        return known[max(known)]
+    if wanted == "best":
+        if not (scored := {step: score for step, score in scores.items() if step in known}):
+            raise ConfigError(
+                f"{what}: {folder} has no held-out score of the steps whose weights it has: {steps}; give one of "
+                f"these steps"
+            )
+        return known[max(scored, key=lambda step: (scored[step], step))]
+    if not wanted.isdecimal() or int(wanted) not in known:
+        raise ConfigError(
+            f"{what}: {folder} has the weights of {steps if known else 'no step'}; give one of these steps, or `best`"
+        )
+    return known[int(wanted)]
+
+
+def all_weights(folder: Path) -> dict[int, Weights]:
+    """Return the weights that a run has on disk, by step."""
+    found = {step: Weights(step, None) for step, _ in _folders(folder / "checkpoints", "step-")}
+    found |= {step: Weights(step, path) for step, path in _folders(folder, "model-step-")}
     try:
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        steps = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["steps"]
-        return report if report["steps"] >= steps else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        last = json.loads((folder / "report.json").read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError):  # not finished
+        return found
+    if (folder / "model").is_dir() and isinstance(last, int):
+        found[last] = Weights(last, folder / "model")
+    return found
 
 
-def _best_step(folder: Path, report: dict[str, Any], what: str) -> int:
-    """Return the step with the highest held-out score whose weights are on the disk; of equal scores, the newest."""
-    kept = {path.name.rpartition("-")[2] for path in (*folder.glob("model-step-*"), *folder.glob("checkpoints/step-*"))}
-    steps = {int(number) for number in kept if number.isdecimal()} | {report["steps"]}
-    evals = [row for row in report.get("evals") or () if isinstance(row, dict) and row.get("step") in steps]
-    scores = [(row["score"], row["step"]) for row in evals if isinstance(row.get("score"), int | float)]
-    scores = [each for each in scores if math.isfinite(each[0])]
-    if not scores:
-        raise ConfigError(f"{what}: {folder} has no held-out score of weights that it has; leave out @best")
-    return int(max(scores)[1])
+def _folders(parent: Path, prefix: str) -> list[tuple[int, Path]]:
+    names = [(path.name.removeprefix(prefix), path) for path in parent.glob(f"{prefix}*") if path.is_dir()]
+    return [(int(number), path) for number, path in names if number.isdecimal()]

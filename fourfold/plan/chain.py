@@ -85,7 +85,6 @@ def expected_run(config: Config) -> runs.ExpectedRun:
         source=runs.begins_with(config.model.source, "model.source"),
         steps=config.steps,
         export_every_steps=config.checkpoint.export_every_steps,
-        max_context_tokens=config.model.max_context_tokens,
     )
 
 
@@ -100,6 +99,19 @@ def named(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: {error.message}") from None
 
 
+def context_warnings(links: Sequence[Link]) -> list[str]:
+    """Return a warning for each critic and reward model that will read longer texts than those that it learned from."""
+    longest = {link.config.name: link.config.model.max_context_tokens for link in links}
+    return [
+        f"{link.file}: model.max_context_tokens = {link.config.model.max_context_tokens}, and {key} = {source!r} "
+        f"learns from at most {longest[name]} tokens"
+        for link in links
+        for key, source in run_sources(link.config).items()
+        if (name := runs.parse(source, key)[0]) in longest and key != "model.source"
+        if longest[name] < link.config.model.max_context_tokens
+    ]
+
+
 def check_run_sources(config: Config) -> list[str]:
     """Compare the models of earlier runs with the model that a recipe trains; return warnings.
 
@@ -109,12 +121,6 @@ def check_run_sources(config: Config) -> list[str]:
     warnings = []
     for key, source in run_sources(config).items():
         folder, policy = model_folder.resolve(source, key), model_folder.resolve(config.model.source)
-        context = runs.context_tokens(source, key)
-        if key != "model.source" and context < config.model.max_context_tokens:
-            warnings.append(
-                f"{key} = {source!r} was trained on at most {context} tokens, and this run has up to "
-                f"model.max_context_tokens = {config.model.max_context_tokens}"
-            )
         if key == "critic.source" and _vocabulary(folder) != _vocabulary(policy):
             raise ConfigError(
                 f"{key} = {source!r} has another tokenizer.json than model.source = {config.model.source!r}, whose "
@@ -143,12 +149,13 @@ def disk_bytes(config: Config) -> int:
     return checkpoints * checkpoint_bytes(config, sizes) + exports * weight_bytes(config, sizes.policy)
 
 
-def describe_chain(configs: Sequence[Config]) -> str:
-    """Return the order of the runs, and the disk that they take, if the sizes of all models are known."""
-    order, free = " -> ".join(config.name for config in configs), free_gib(Path.cwd())
+def describe_chain(links: Sequence[Link]) -> str:
+    """Return the order of the runs and, if the sizes of all models are known, the disk that they take; and warnings."""
+    order, free = " -> ".join(link.config.name for link in links), free_gib(Path.cwd())
+    lines = [f"Warning: {text}." for text in context_warnings(links)]
     try:
-        needed = sum(map(disk_bytes, configs)) / GIB
+        needed = sum(disk_bytes(link.config) for link in links) / GIB
     except ConfigError:  # a trainer may know a model whose config.json a plan cannot read
-        return f"{order}: {free:.1f} GiB of disk free."
+        return "\n".join([f"{order}: {free:.1f} GiB of disk free.", *lines])
     advice = "" if needed < free else ": too little; lower checkpoint.keep, or free some space"
-    return f"{order}: about {needed:.1f} GiB of disk for all, {free:.1f} GiB free{advice}."
+    return "\n".join([f"{order}: about {needed:.1f} GiB of disk for all, {free:.1f} GiB free{advice}.", *lines])

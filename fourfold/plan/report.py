@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
         print(configuration.dump(links[0].config), end="")
         return 0
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    predictor, planned = load_predictor(args.rates), list[Config]()
+    predictor, planned = load_predictor(args.rates), list[Link]()
     with runs.expect_runs() as expect:
         for link in links:
             with named(link.file) if len(links) > 1 else nullcontext():
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
                 text = describe(found.config, found, predictor)
             print("\n" * bool(planned) + text, end="", flush=True)
             print("".join(f"{line}\n" for line in rendered_lines(found.rendered, colour=colour)), end="")
-            planned.append(found.config)
+            planned.append(Link(file=link.file, config=found.config))
             expect(found.config.name, expected_run(found.config))
         if len(links) > 1:
             print(f"\n{describe_chain(planned)}")

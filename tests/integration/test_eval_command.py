@@ -88,7 +88,7 @@ def test_a_checkpoint_is_exported_before_it_is_evaluated(make_stage: Callable[..
     folder = stage.run_dir / "evaluations" / (f"step-{best}-2" if best == 2 else f"step-{best}")
     assert read(folder / "evaluation.json")["step"] == best
     _, errors = finished(stage, "runs/toy", "--checkpoint", "3", code=1)
-    assert "--checkpoint 3: runs/toy has the weights of step 2, 4; give one of these steps, `best` or `last`" in errors
+    assert "--checkpoint 3: runs/toy has the weights of step 2, 4; give one of these steps, or `best`" in errors
 
 
 @pytest.mark.slow

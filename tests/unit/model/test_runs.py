@@ -30,7 +30,7 @@ def make_run(name: str = "sft", *, steps: int = 60, done: int | None = 60, expor
     """Write a run with 60 steps, evaluations after 20, 40 and 60, and a checkpoint of step 20."""
     folder = Path("runs") / name
     (folder / "checkpoints" / "step-000020").mkdir(parents=True)
-    (folder / CONFIG_FILE).write_text(f"steps = {steps}\n[model]\nmax_context_tokens = 256\n")
+    (folder / CONFIG_FILE).write_text(f"steps = {steps}\n")
     scores = {20: 0.5, 40: 0.75, 60: 0.25}
     if done is not None:
         evals = [{"step": step, "score": score} for step, score in scores.items()]
@@ -45,7 +45,7 @@ def test_a_source_names_the_last_the_best_or_any_export_of_a_run() -> None:
     wanted = {"run:sft": MODEL_FOLDER, "run:sft@60": MODEL_FOLDER, "run:sft@40": "model-step-40"}
     for source, export in {**wanted, "run:sft@best": "model-step-40"}.items():
         assert model_folder.resolve(source) == folder.absolute() / export
-    assert model_folder.shape("run:sft").hidden == 8 and runs.context_tokens("run:sft", KEY) == 256
+    assert model_folder.shape("run:sft").hidden == 8
     model_folder.check("run:sft@best")
     tables = {
         "model": {"source": "run:sft@best"},
@@ -61,9 +61,10 @@ def test_a_source_names_the_last_the_best_or_any_export_of_a_run() -> None:
         ("run:stf", {}, "no run stf in .*/runs; did you mean run:sft. To make it: fourfold run RECIPE.toml --name stf"),
         ("run:sft", {"done": None}, "the run sft has not ended; .* fourfold run --resume runs/sft"),
         ("run:sft", {"steps": 90}, "the run sft has not ended"),
-        ("run:sft", {}, r"no export of step 60 \(exports: none\). .* fourfold export runs/sft --checkpoint 60"),
-        ("run:sft@20", {"exports": ("model",)}, r"no export of step 20 \(exports: model\). .* --checkpoint 20"),
-        ("run:sft@best", {"exports": ("model",)}, r"no export of step 20 \(exports: model\)"),
+        ("run:sft", {}, "runs/sft has the weights of step 20; give one of these steps"),
+        ("run:sft@20", {"exports": ("model",)}, "no export of step 20. .* --checkpoint 20"),
+        ("run:sft@best", {"exports": ("model",)}, "no export of step 20"),
+        ("run:sft@30", {}, "runs/sft has the weights of step 20; give one of these steps"),
         ("run:sft@last", {}, "write run:NAME, run:NAME@STEP or run:NAME@best"),
         ("run:latest", {}, "runs/latest is a link that each start moves"),
         ("run:../sft", {}, "not the source of a run; write run:NAME"),
@@ -81,20 +82,21 @@ def test_a_run_without_the_export_is_named_with_the_command_that_makes_it(
 
 
 def test_the_best_of_a_run_without_scores_is_refused() -> None:
-    (make_run() / REPORT_FILE).write_text('{"steps": 60, "evals": [{"step": 60, "score": null}]}')
-    with pytest.raises(ConfigError, match="has no held-out score of weights that it has; leave out @best"):
+    (make_run() / REPORT_FILE).write_text('{"steps": 60, "evals": [{"step": 60, "score": 0.5}]}')
+    with pytest.raises(
+        ConfigError, match="runs/sft has no held-out score of the steps whose weights it has: step 20; give one"
+    ):
         model_folder.resolve("run:sft@best")
 
 
 def test_an_expected_run_has_the_files_of_the_model_that_it_begins_with() -> None:
     base = str(write_model(Path("base")))
-    run = ExpectedRun(source=base, steps=60, export_every_steps=20, max_context_tokens=128)
+    run = ExpectedRun(source=base, steps=60, export_every_steps=20)
     with runs.expect_runs() as expect:
         expect("sft", run)
         for source in ("run:sft", "run:sft@40", "run:sft@60", "run:sft@best"):
             assert model_folder.resolve(source) == Path(base).absolute()
             assert runs.pin(source, KEY) == source
-        assert runs.context_tokens("run:sft", KEY) == 128
         assert ClassifierFolder.read("run:sft").parameter_count == 10, "its head is made by the run"
         with pytest.raises(ConfigError, match=r"exports its last weights, run:sft, and those of every .* = 20"):
             model_folder.resolve("run:sft@30")

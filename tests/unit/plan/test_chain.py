@@ -10,7 +10,15 @@ import pytest
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold.model import runs
-from fourfold.plan.chain import Link, check_order, check_run_sources, describe_chain, disk_bytes, expected_run
+from fourfold.plan.chain import (
+    Link,
+    check_order,
+    check_run_sources,
+    context_warnings,
+    describe_chain,
+    disk_bytes,
+    expected_run,
+)
 from tests.fakes.toy import make_config
 from tests.unit.model.test_folder import write_model
 
@@ -63,22 +71,17 @@ def test_a_critic_reads_the_same_tokens_and_a_reward_model_may_not(tmp_path: Pat
     )
     with runs.expect_runs() as expect:
 
-        def warnings(source: Path, tokens: int) -> list[str]:
-            run = runs.ExpectedRun(source=str(source), steps=3, export_every_steps=0, max_context_tokens=tokens)
-            expect("rm", run)
+        def warnings(source: Path) -> list[str]:
+            expect("rm", runs.ExpectedRun(source=str(source), steps=3, export_every_steps=0))
             return check_run_sources(link.config)
 
-        assert warnings(base, 64) == []
-        assert [text.partition(",")[0] for text in warnings(base, 32)] == [
-            f"{key} = 'run:rm' was trained on at most 32 tokens"
-            for key in ("critic.source", "reward.reward.model.source")
-        ]
+        assert warnings(base) == []
         (other / "chat_template.jinja").write_text("{{ messages }}")
-        (warning,) = warnings(other, 64)
+        (warning,) = warnings(other)
         assert warning.startswith("reward.reward.model.source = 'run:rm' has another tokenizer or chat template")
         (other / "tokenizer.json").write_text('{"other": 1}')
         with pytest.raises(ConfigError, match=r"critic.source = 'run:rm' has another tokenizer.json than model.source"):
-            warnings(other, 64)
+            warnings(other)
 
 
 def test_the_disk_of_a_chain_is_that_of_all_checkpoints_and_exports(tmp_path: Path) -> None:
@@ -89,11 +92,22 @@ def test_the_disk_of_a_chain_is_that_of_all_checkpoints_and_exports(tmp_path: Pa
     assert disk_bytes(first.config) == 3 * 120 + 3 * 20
     with runs.expect_runs() as expect:
         expect("sft", expected_run(first.config))
-        second = make_link(tmp_path, "next", "run:sft").config
-        assert disk_bytes(second) > 0
-        assert expected_run(second).source == base
-        text = describe_chain([first.config, second])
+        second = make_link(tmp_path, "next", "run:sft")
+        assert disk_bytes(second.config) > 0
+        assert expected_run(second.config).source == base
+        text = describe_chain([first, second])
     assert text.startswith("sft -> next: about 0.0 GiB of disk for all, ") and text.endswith(" GiB free.")
+
+
+def test_texts_that_are_longer_than_those_of_the_reward_model_are_a_warning(tmp_path: Path) -> None:
+    links = [make_link(tmp_path, "rm"), with_reward(tmp_path, "run:rm")]
+    assert context_warnings(links) == []
+    short = links[0].config.model.model_copy(update={"max_context_tokens": 32})
+    links[0] = Link(file=links[0].file, config=links[0].config.model_copy(update={"model": short}))
+    assert context_warnings(links) == [
+        "ppo.toml: model.max_context_tokens = 64, and reward.reward.model.source = 'run:rm' learns from at most 32 "
+        "tokens"
+    ]
 
 
 def test_a_plan_of_several_recipes_needs_no_run_that_they_make(

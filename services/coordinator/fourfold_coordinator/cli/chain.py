@@ -24,7 +24,7 @@ from fourfold.plan.chain import Link, describe_chain, expected_run, load_chain, 
 
 from ..launch.run_folder import is_finished
 from ..launch.run_names import CONFIG_FILE
-from ..state.recipe_history import describe_changes
+from ..state.recipe_history import changed_keys, describe_changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +131,17 @@ def _stage(link: Link, args: argparse.Namespace) -> Stage:
 
 def _changes(kept: Config, given: Config) -> Mapping[str, tuple[Any, Any]]:
     """Return the keys in which a recipe differs from that of its run, apart from those that a start fixes."""
-    old, new = (configuration.flatten(each.model_dump()) for each in (kept, given))
-    fixed = {"data.date"} if not given.data.date else set()
-    fixed |= {"steps"} if given.data.passes else set()
-    fixed |= {
-        key for key, value in new.items() if isinstance(value, str) and value.startswith((hub.PREFIX, runs.PREFIX))
-    }
-    return {key: (old.get(key), new.get(key)) for key in old | new if key not in fixed and old.get(key) != new.get(key)}
+    changed = changed_keys(kept.model_dump(), given.model_dump())
+    fixed = [("data.date", not given.data.date), ("steps", bool(given.data.passes))]
+    for key in (key for key, is_fixed in fixed if is_fixed):
+        changed.pop(key, None)
+    pinned = (hub.PREFIX, runs.PREFIX)
+    return {key: pair for key, pair in changed.items() if not str(pair[1]).startswith(pinned)}
 
 
 def check_stages(stages: Sequence[Stage], check: Callable[[Config, Path], Config]) -> None:
     """Check the recipes of all runs that are not done, before anything is started; print what they take together."""
-    planned = list[Config]()
+    planned = list[Link]()
     with runs.expect_runs() as expect:
         for stage in stages:
             if stage.state == "done":
@@ -150,7 +149,7 @@ def check_stages(stages: Sequence[Stage], check: Callable[[Config, Path], Config
             with named(stage.recipe):
                 config = check(stage.link.config, stage.link.file)
                 expect(config.name, expected_run(config))
-            planned.append(config)
+            planned.append(Link(file=stage.recipe, config=config))
         if planned:
             print(f"Checked {describe_chain(planned)}", flush=True)
 

@@ -24,9 +24,10 @@ from fourfold.errors import ConfigError
 from fourfold.host.process import Supervisor
 from fourfold.install import install_command
 from fourfold.model import folder as model_folder
+from fourfold.model import runs
 from fourfold.text import align_columns, format_interval
 
-from ..launch.exports import all_weights, check_exportable, export_checkpoint, find_weights
+from ..launch.exports import check_exportable, export_checkpoint, find_weights
 from ..launch.run_folder import find_run, locked, make_run_dir
 from ..launch.run_names import (
     ANSWERS_FILE,
@@ -162,7 +163,7 @@ def newest_model(run_dir: Path) -> Path:
     try:
         return exported_weights(run_dir, "last")[1]
     except ConfigError as error:
-        exported = [(step, folder) for step, folder in all_weights(run_dir).values() if folder]
+        exported = [(step, folder) for step, folder in runs.all_weights(run_dir).values() if folder]
         if not exported:
             raise
         step, folder = max(exported)

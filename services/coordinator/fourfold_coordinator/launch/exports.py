@@ -7,34 +7,27 @@ runs/demo/checkpoints/step-000060  a checkpoint: the trainer alone reads it
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import gpu_environment
 from fourfold.host.process import Command, Supervisor
 from fourfold.host.program import resume_command
+from fourfold.model import runs
+from fourfold.model.runs import Weights
 from fourfold.trainer.client import TrainerClient
 
 from ..state.ledger import read_evals
 from .fleet import READY_SECONDS
 from .run_folder import is_locked, locked
-from .run_names import CONFIG_FILE, COORDINATOR_LOCK, LEDGER_FILE, MODEL_FOLDER, REPORT_FILE, RUN_LOCK, STEP_FOLDER
+from .run_names import CONFIG_FILE, COORDINATOR_LOCK, LEDGER_FILE, RUN_LOCK, STEP_FOLDER
 
-_CHECKPOINTS: Final = "checkpoints"
 _TRAINER: Final = "trainer-0"
-
-
-class Weights(NamedTuple):
-    """Weights of a run."""
-
-    step: int
-    folder: Path | None  # folder of the exported model; None: a checkpoint that is not exported yet
 
 
 def find_weights(run_dir: Path, wanted: str) -> Weights:
@@ -45,43 +38,9 @@ def find_weights(run_dir: Path, wanted: str) -> Weights:
     Raises:
         ConfigError: there are none, or none of that step.
     """
-    known = all_weights(run_dir)
-    if not known:
+    if not runs.all_weights(run_dir):
         raise ConfigError(f"{run_dir} has neither an exported model nor a checkpoint; {way_to_export(run_dir)}")
-    if wanted == "last":
-        return known[max(known)]
-    if wanted == "best":
-        scores = {step: score for step, score in _scores(run_dir).items() if step in known}
-        if not scores:
-            raise ConfigError(
-                f"--checkpoint best: {run_dir} has no held-out score of the steps whose weights it has: "
-                f"{_listed(list(known))}; give one of these steps"
-            )
-        return known[max(scores, key=lambda step: (scores[step], step))]
-    if not wanted.isdecimal() or int(wanted) not in known:
-        raise ConfigError(
-            f"--checkpoint {wanted}: {run_dir} has the weights of {_listed(list(known))}; give one of these steps, "
-            f"`best` or `last`"
-        )
-    return known[int(wanted)]
-
-
-def all_weights(run_dir: Path) -> dict[int, Weights]:
-    """Return the weights that a run has on disk, by step."""
-    found = {step: Weights(step, None) for step, _ in _folders(run_dir / _CHECKPOINTS, "step-")}
-    found |= {step: Weights(step, path) for step, path in _folders(run_dir, STEP_FOLDER)}
-    try:
-        last = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, KeyError, TypeError):  # not finished
-        return found
-    if (run_dir / MODEL_FOLDER).is_dir() and isinstance(last, int):
-        found[last] = Weights(last, run_dir / MODEL_FOLDER)
-    return found
-
-
-def _folders(parent: Path, prefix: str) -> list[tuple[int, Path]]:
-    names = [(path.name.removeprefix(prefix), path) for path in parent.glob(f"{prefix}*") if path.is_dir()]
-    return [(int(number), path) for number, path in names if number.isdecimal()]
+    return runs.find_weights(run_dir, wanted, scores=_scores(run_dir), what=f"--checkpoint {wanted}")
 
 
 def _scores(run_dir: Path) -> dict[int, float]:
@@ -89,10 +48,6 @@ def _scores(run_dir: Path) -> dict[int, float]:
         return {row.step: row.score for row in read_evals(run_dir / LEDGER_FILE)}
     except sqlite3.Error:
         return {}
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return "step " + ", ".join(map(str, sorted(steps)))
 
 
 def way_to_export(run_dir: Path) -> str:

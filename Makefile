@@ -1,5 +1,5 @@
 # Commands for users and developers. `make install` needs only Python 3.11 or 3.12 and g++.
-.PHONY: install quickstart setup test test-slow lock lock-record soak mutants check docs reference proto fmt help constraints clean
+.PHONY: install quickstart ladder setup test test-slow lock lock-record soak mutants check docs reference proto fmt help constraints clean
 bin := .venv/bin
 # Many containers set it. Every process would then compile our modules again, which takes 0.7 s.
 unexport PYTHONDONTWRITEBYTECODE
@@ -11,6 +11,10 @@ install:  ## set up the environment for runs on a CPU
 quickstart:  ## set up the environment, then train the recipe of the README
 	@scripts/setup quickstart
 	@$(bin)/fourfold run recipes/quickstart.toml
+
+ladder:  ## set up the environment, then train recipes/ladder: supervised fine-tuning, then PPO; continue what was stopped
+	@scripts/setup quickstart
+	@$(bin)/fourfold run recipes/ladder/sft.toml recipes/ladder/ppo.toml --resume
 
 setup:  ## set up the environment for development
 	@scripts/setup dev

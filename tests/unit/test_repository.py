@@ -349,9 +349,10 @@ def _check_command(words: list[str]) -> None:
             pass
         case [_, name, *rest]:
             _, options = cli_main.parse(name, rest)
-            recipe = getattr(options, "recipe", None)
-            if recipe and str(recipe).startswith("recipes/"):
-                assert (ROOT / recipe).exists(), f"{recipe} is not there"
+            found = getattr(options, "recipe", None)
+            for recipe in found if isinstance(found, list) else [found]:
+                if recipe and str(recipe).startswith("recipes/"):
+                    assert (ROOT / recipe).exists(), f"{recipe} is not there"
 
 
 def _check_requirement(requirement: str) -> None:

@@ -1,4 +1,4 @@
-"""Lists the flags of OpenRLHF's `train_sft`, version 0.11, and converts them.
+"""Lists the flags of OpenRLHF's `train_sft`, `train_rm` and `train_dpo`, version 0.11, and converts them.
 
 Flags that `train_ppo_ray` has, too, are in `openrlhf.py`; what becomes of them is in `openrlhf_shared.py`.
 """
@@ -22,11 +22,12 @@ _SHARED: Final = (
 )  # fmt: skip
 _NOT_SHARED: Final = ("ds.enable_sleep", "ds.use_liger_kernel", "ds.value_head_prefix", "ckpt.best_metric_key")
 _NO_EVALUATION: Final = "not needed: the command evaluates nothing without eval.dataset"
+_NOT_EVALUATED: Final = "no equivalent: pairs are not evaluated; sample answers of the exported model"
 _TEMPLATE: Final = "no equivalent: rows are read as they are; write their prompts with the template"
 
 
 def _rows(trainer: str, *, rate: float, passes: int, micro: int, context: int, split: str = "train") -> list[Flag]:
-    """Return the flags that trainers of rows have, with the defaults of one."""
+    """Return the flags that the three trainers have, with the defaults of one."""
     shared_rows = [
         flag
         for name, flag in TABLE.items()
@@ -70,8 +71,41 @@ _SFT: Final = [
     row("data.multiturn", "bool", False, "data.loss_on", "true: assistant. false: the last answer", older="multiturn"),
 ]  # fmt: skip
 
+_PAIRS: Final = [
+    row("data.prompt_key", "text", None, "data.prompt_field", older="prompt_key"),
+    row("data.chosen_key", "text", "chosen", "data.chosen_field", older="chosen_key"),
+    row("data.rejected_key", "text", "rejected", "data.rejected_field", older="rejected_key"),
+    row("data.input_template", "text", None, "", _TEMPLATE, older="input_template"),
+]  # fmt: skip
+
+_RM: Final = [
+    *_PAIRS,
+    TABLE["ds.value_head_prefix"],
+    row("model.loss_type", "text", "sigmoid", "algorithm.loss.kind", "bradley-terry, which all of them are",
+         older="loss"),
+    row("model.margin_loss_enable", "bool", False, "algorithm.loss.margin", older="margin_loss"),
+    row("model.compute_fp32_loss_enable", "bool", False, "", "not needed: scores are float32",
+         older="compute_fp32_loss"),
+]  # fmt: skip
+
+_DPO: Final = [
+    *_PAIRS,
+    TABLE["ds.use_liger_kernel"],
+    row("model.beta", "float", 0.1, "algorithm.loss.beta", older="beta"),
+    row("model.ipo_enable", "bool", False, "algorithm.loss.form", "true: ipo, of sums. false: sigmoid", older="ipo"),
+    row("model.label_smoothing", "float", 0.0, "algorithm.loss.label_smoothing", "not with ipo_enable",
+         older="label_smoothing"),
+    row("model.nll_loss_coef", "float", 0.0, "algorithm.sft_coef", older="nll_loss_coef"),
+    row("ref.model_name_or_path", "text", None, "",
+         "no equivalent: the reference is the model that training begins with", older="ref_pretrain"),
+    row("ref.offload", "bool", False, "", "not needed: the reference is computed before the first step",
+         older="ref_offload"),
+]  # fmt: skip
+
 TABLES: Final[Mapping[str, Mapping[str, Flag]]] = {
     "train_sft": table_of([*_rows("sft", rate=5e-6, passes=2, micro=8, context=2048), *_SFT]),
+    "train_rm": table_of([*_rows("rm", rate=9e-6, passes=1, micro=1, context=512), *_RM]),
+    "train_dpo": table_of([*_rows("dpo", rate=1e-5, passes=1, micro=8, context=512, split="test"), *_DPO]),
 }
 """The flags by trainer."""
 
@@ -88,11 +122,12 @@ def convert(draft: Draft, options: Options, launcher: str) -> None:
     draft.set("data.too_long", "cut", "data.max_len")
     if flags["data.apply_chat_template"]:
         draft.set("data.end", "token", note="OpenRLHF ends each row so")
-    wanted, names = micro * context * shared.sequence_parallel(draft), ("train.micro_batch_size", "data.max_len")
-    common.tokens(draft, "batch.tokens_per_micro_batch", wanted, context, *names)
+    longest = 2 * context if "data.chosen_key" in flags.table else context  # a pair stays in one micro-batch
+    wanted, names = micro * longest * shared.sequence_parallel(draft), ("train.micro_batch_size", "data.max_len")
+    common.tokens(draft, "batch.tokens_per_micro_batch", wanted, longest, *names)
     common.model(draft, "model.source", flags["model.model_name_or_path"], "model.model_name_or_path")
     shared.train_sources(draft, "data.dataset", "data.dataset_probs", "data.dataset_split")
-    _answers(draft)
+    (_pairs if longest > context else _answers)(draft)
     passes = common.require(flags["train.max_epochs"], flags.title("train.max_epochs"))
     counted = flags["lr_scheduler"] != "constant" and flags["lr_warmup_ratio"] > 0
     limit = flags["data.max_samples"] if flags.given("data.max_samples") else 0
@@ -129,11 +164,30 @@ def _answers(draft: Draft) -> None:
         )
 
 
+def _pairs(draft: Draft) -> None:
+    """Set the loss of `train_dpo` or `train_rm`."""
+    flags, names = draft.flags, ("model.ipo_enable", "model.label_smoothing", "ref.model_name_or_path")
+    if "model.beta" not in flags.table:
+        draft.set("algorithm.preset", "openrlhf-rm")
+        draft.set("algorithm.loss.kind", "bradley-terry", "model.loss_type")
+        return
+    ipo, smoothing, reference = (flags[name] for name in names)
+    draft.set("algorithm.preset", "openrlhf-dpo")
+    draft.set("algorithm.loss.form", "ipo" if ipo else "sigmoid", names[0])
+    draft.set("algorithm.loss.average", False, names[0])
+    if ipo:
+        draft.leave("not needed: ipo has no label smoothing", names[1])
+    else:
+        draft.set("algorithm.loss.label_smoothing", smoothing, names[1])
+    if reference and reference != flags["model.model_name_or_path"]:
+        draft.check(f"model.source: it is the reference, too; the reference {reference} has no equivalent")
+
+
 def _evaluation(draft: Draft) -> None:
     """Set the held-out sets."""
     flags, names = draft.flags, ("eval.dataset", "eval.split", "eval.steps")
-    if not flags[names[0]]:
-        draft.leave(_NO_EVALUATION, *names)
+    if "data.chosen_key" in flags.table or not flags[names[0]]:
+        draft.leave(_NOT_EVALUATED if flags[names[0]] else _NO_EVALUATION, *names)
         return
     keys, every = {"split": (flags[names[1]], names[1])}, flags[names[2]]
     paths = [part.strip() for part in flags[names[0]].split(",")]

@@ -1,4 +1,4 @@
-"""Lists the options of TRL's SFT, version 1.16, and converts them.
+"""Lists the options of TRL's SFT, DPO, KTO and reward trainers, version 1.16, and converts them.
 
 Options that all trainers have are in `trl.py`; what becomes of them is in `trl_shared.py`.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from fourfold.errors import ConfigError
+from fourfold.text import clean
 from fourfold_tools.migrate import common
 from fourfold_tools.migrate import trl_shared as shared
 from fourfold_tools.migrate.common import Options
@@ -16,6 +18,10 @@ from fourfold_tools.migrate.flags import Flag, row, table_of, unconverted
 from fourfold_tools.migrate.trl import SHARED
 
 _CONTEXT: Final = 32_768
+_FORMS: Final = {
+    "sigmoid": "sigmoid", "sigmoid_norm": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust",
+    "apo_zero": "apo-zero", "apo_down": "apo-down",
+}  # fmt: skip
 _TEMPLATE: Final = "no equivalent: change the chat template of the model's folder"
 
 
@@ -54,13 +60,48 @@ _SFT: Final = [
     *unconverted("no equivalent: rows are always prepared", "dataset_kwargs"),
 ]  # fmt: skip
 
+_COMPARED: Final = [
+    row("beta", "float", 0.1, "algorithm.loss.beta"),
+    *unconverted("no equivalent: the reference is the model that training begins with", "ref_model"),
+    *unconverted("not needed: the reference is computed before the first step",
+                 "precompute_ref_log_probs precompute_ref_batch_size"),
+]  # fmt: skip
+
+_DPO: Final = [
+    *_COMPARED,
+    row("loss_type", "texts", ("sigmoid",), "algorithm.loss.form, algorithm.loss.average, algorithm.sft_coef",
+         "sigmoid, hinge, ipo, robust, apo_zero, apo_down: form. sigmoid_norm: sigmoid with average. Beside one of "
+         "them, sft: sft_coef"),
+    row("loss_weights", "any", None, "algorithm.sft_coef", "weight of sft / weight of the other loss_type"),
+    row("label_smoothing", "float", 0.0, "algorithm.loss.label_smoothing", "with robust"),
+    row("ld_alpha", "float", None, "algorithm.loss.ld_alpha"),
+    *unconverted("no equivalent: the divergence is the reverse KL", "f_divergence_type f_alpha_divergence_coef"),
+    *unconverted("no equivalent: each pair has the same weight", "use_weighting"),
+    *unconverted("not needed: it belongs to the loss discopop", "discopop_tau"),
+]  # fmt: skip
+
+_KTO: Final = [
+    *_COMPARED,
+    row("loss_type", "text", "kto", "algorithm.preset", "kto: trl-kto. apo_zero_unpaired has no equivalent",
+         values=("kto",)),
+    row("desirable_weight", "float", 1.0, "algorithm.loss.desirable_weight"),
+    row("undesirable_weight", "float", 1.0, "algorithm.loss.undesirable_weight"),
+]  # fmt: skip
+
+_REWARD: Final = [
+    row("center_rewards_coefficient", "float", None, "algorithm.loss.center_coef"),
+]  # fmt: skip
+
 TABLES: Final[Mapping[str, Mapping[str, Flag]]] = {
     "sft": table_of([*_rows(2e-5), *_SFT]),
+    "dpo": table_of([*_rows(1e-6), *_DPO]),
+    "reward": table_of([*_rows(1e-4, too_long="drop"), *_REWARD]),
+    "kto": table_of([*_rows(1e-6, order="sequential"), *_KTO]),
 }
 """The options by trainer."""
 
 
-def convert(draft: Draft, options: Options) -> None:
+def convert(draft: Draft, options: Options, trainer: str) -> None:
     """Convert the options of a trainer whose data has the answers, after `trl_shared.processes`."""
     flags = draft.flags
     ranks = draft.lines["trainer",]["ranks"].value
@@ -71,13 +112,19 @@ def convert(draft: Draft, options: Options) -> None:
     draft.set("model.max_context_tokens", context, "max_length")
     if not flags["max_length"]:
         draft.check(f"model.max_context_tokens = {context}: max_length is null, and a limit is needed; choose yours")
-    common.tokens(draft, "batch.tokens_per_micro_batch", each * context, context, names[0], "max_length")
-    draft.set("data.too_long", "cut", "max_length")
+    longest = 2 * context if trainer in ("dpo", "reward") else context  # a pair stays in one micro-batch
+    common.tokens(draft, "batch.tokens_per_micro_batch", each * longest, longest, names[0], "max_length")
+    draft.set("data.too_long", "drop" if trainer == "reward" else "cut", "max_length")
     shared.model_and_sources(draft)
     draft.check(shared.PLAIN_TEXTS)
     order = "train_sampling_strategy"
     draft.set("data.order", "file" if flags[order] == "sequential" else "shuffled", order)
-    _answers(draft)
+    if trainer == "sft":
+        _answers(draft)
+    else:
+        draft.set("algorithm.preset", f"trl-{trainer}", *(["loss_type"] if trainer == "kto" else []))
+    if trainer == "dpo":
+        _preferences(draft)
     fixed = max(flags["max_steps"], 0)
     shares = (shared.warmup_share(draft), flags["save_steps"], flags["eval_steps"])
     count = common.row_steps(
@@ -89,6 +136,9 @@ def convert(draft: Draft, options: Options) -> None:
     shared.rates(draft, count)
     shared.dtype(draft)
     shared.lora(draft)
+    if trainer != "sft" and flags["eval_strategy"] != "no":
+        flags.values["eval_strategy"] = "no"
+        draft.check("data.eval: pairs and labelled answers are not evaluated; sample answers of the exported model")
     shared.evaluation_and_checkpoints(draft, count)
 
 
@@ -117,3 +167,30 @@ def _answers(draft: Draft) -> None:
             "data.loss_on: TRL has all tokens of messages in the loss, here those of the assistant alone are; set all "
             "to train as TRL does"
         )
+
+
+def _preferences(draft: Draft) -> None:
+    """Set the loss of DPO.
+
+    Raises:
+        ConfigError: the loss has no equivalent.
+    """
+    flags = draft.flags
+    kinds, weights = list(flags["loss_type"]), flags["loss_weights"]
+    form = next((kind for kind in kinds if kind in _FORMS), "")
+    try:
+        shares = dict(zip(kinds, map(float, weights or [1.0] * len(kinds)), strict=True))
+    except (TypeError, ValueError):
+        shares = {}
+    if not shares.keys() <= {form, "sft"} or shares.get(form, 0.0) <= 0 or min(shares.values()) < 0:
+        raise ConfigError(
+            f"loss_type = {', '.join(kinds)} with loss_weights = {clean(str(weights), 80)} has no equivalent; give one "
+            f"of {', '.join(_FORMS)}, alone or with sft, and a number as weight of each"
+        )
+    draft.set("algorithm.loss.form", _FORMS[form], "loss_type")
+    draft.set("algorithm.loss.average", form in ("ipo", "sigmoid_norm"), "loss_type")
+    draft.set("algorithm.sft_coef", shares.get("sft", 0.0) / shares[form], "loss_type", "loss_weights")
+    if form == "robust":
+        draft.set("algorithm.loss.label_smoothing", flags["label_smoothing"], "label_smoothing")
+    else:
+        draft.leave("not needed: in TRL, robust alone reads it", "label_smoothing")

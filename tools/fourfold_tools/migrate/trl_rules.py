@@ -18,10 +18,12 @@ from fourfold_tools.migrate.shell import Script, read_command
 from fourfold_tools.migrate.trl import TABLE
 
 _TABLES: Final = {"grpo": TABLE, **trl_rows.TABLES}
+# The reward model's script is often `reward_modeling.py`; a file `reward.py` may have the rewards of GRPO.
 _PROGRAM: Final = re.compile(
-    r"(^|/)((trl/scripts/)?(grpo|sft)[\w-]*(\.py)?|trl\.scripts\.(grpo|sft)|train_(grpo|sft)\.py)$"
+    r"(^|/)((trl/scripts/)?(grpo|sft|dpo|kto|reward_modeling)[\w-]*(\.py)?|trl\.scripts\.(grpo|sft|dpo|kto|reward)"
+    r"|train_(grpo|sft|dpo|kto|reward)\.py|scripts/reward\.py|reward)$"
 )
-_CLASS: Final = re.compile(r"\b(GRPO|SFT)(?:Config|Trainer)\s*\(")
+_CLASS: Final = re.compile(r"\b(GRPO|SFT|DPO|KTO|Reward)(?:Config|Trainer)\s*\(")
 _EPSILON: Final = 1e-4
 # Losses without clips: the option of each key.
 _SOFT: Final[Mapping[str, Mapping[str, str]]] = {
@@ -80,7 +82,7 @@ def convert(text: str, options: Options, variables: Mapping[str, str], environme
     settings["group"] = "wandb_run_group"
     common.trackers(draft, sinks, {f"logging.{key}": flag for key, flag in settings.items()})
     if trainer in trl_rows.TABLES:
-        trl_rows.convert(draft, options)
+        trl_rows.convert(draft, options, trainer)
     else:
         for rule in _RULES:
             rule(draft, options)

@@ -15,6 +15,7 @@ import pytest
 from fourfold import config
 from fourfold.cli import main as cli_main
 from fourfold.config import Config
+from fourfold.config.rows import ROW_PRESETS
 from fourfold.errors import ConfigError
 from fourfold_tools.migrate import openrlhf_rules, trl_rules
 from fourfold_tools.migrate.common import Options
@@ -50,6 +51,12 @@ def trl(trainer: str, lines: str = "", **options: Any) -> Config:
     return recipe_of("trl", f"{TRL}{lines}", **({"processes": 4, "trainer": trainer} | options))
 
 
+def checked(draft: Draft) -> None:
+    """Check the recipe, if this version has its preset."""
+    if draft.lines["algorithm",]["preset"].value in ROW_PRESETS:
+        draft.checked(draft.text("test"), "source")
+
+
 def with_flag(system: str, trainer: str, name: str, value: str) -> str:
     """Return the least configuration of a trainer, with a value of a flag."""
     if system == "trl":
@@ -82,7 +89,7 @@ def _plain(default: Any) -> Any:
 def test_each_flag_alone_is_converted_or_has_a_reason(system: str, trainer: str) -> None:
     for flag in ROW_TABLES[system][trainer].values():
         draft = draft_of(system, with_flag(system, trainer, flag.name, _value(flag)), trainer=trainer)
-        draft.checked(draft.text("test"), "source")
+        checked(draft)
         reasons = dict(draft.reasons())
         title = draft.flags.title(flag.name)
         assert flag.name in draft.converted or reasons[title].startswith(("not needed", "no equivalent")), reasons
@@ -95,6 +102,8 @@ def _value(flag: Flag) -> str:
         "deepspeed_config": "{zero_stage: 2}", "loss_weights": "[0.5]",
     }  # fmt: skip
     number = {"int": "2", "float": "0.25", "pair": "0.1 0.3", "bool": "true", "texts": "q_proj"}.get(flag.kind, "x")
+    if flag.name == "loss_type" and flag.kind == "texts":
+        return "[ipo]"
     return special.get(flag.name) or (flag.values[-1] if flag.values else number)
 
 
@@ -105,13 +114,15 @@ def test_no_value_of_a_flag_ends_in_a_traceback(system: str, trainer: str) -> No
             with suppress(ConfigError):
                 text = with_flag(system, trainer, name, shlex.quote(value) if system == "openrlhf" else value)
                 draft = draft_of(system, text, trainer=trainer)
-                draft.checked(draft.text("test"), "source")
+                checked(draft)
 
 
 @pytest.mark.parametrize(
     ("trainer", "flags"),
     [
         ("train_sft", "--data.input_key question --data.output_key response --data.max_samples 500000 --adam.lr 5e-6"),
+        ("train_rm", "--data.apply_chat_template --data.chosen_key chosen --data.rejected_key rejected --adam.lr 9e-6"),
+        ("train_dpo", "--data.apply_chat_template --data.chosen_key c --data.rejected_key rejected --model.beta 0.1"),
     ],
 )
 def test_an_example_of_openrlhf_converts(trainer: str, flags: str) -> None:
@@ -125,7 +136,7 @@ def test_an_example_of_openrlhf_converts(trainer: str, flags: str) -> None:
     assert draft.checks == [check for check in draft.checks if "data.input_template" in check]
     lines = draft.lines
     assert (lines["batch",]["rows_per_step"].value, lines["trainer",]["ranks"].value) == (256, 8)
-    draft.checked(draft.text("test"), "source")
+    checked(draft)
 
 
 def test_a_recipe_of_rows_has_a_plan(
@@ -262,3 +273,51 @@ def test_a_file_that_names_no_trainer_is_read_by_its_options_or_its_name() -> No
     draft = RULES["trl"].convert(TRL, Options(source="my_sft.yaml", processes=1), {}, {})
     assert draft.lines["algorithm",]["preset"].value == "sft"
     assert any("it is read as a configuration of sft; for grpo" in text for text in draft.checks)
+
+
+@pytest.mark.parametrize(
+    ("system", "trainer", "options", "expected"),
+    [
+        ("openrlhf", "train_dpo", "", {"preset": "openrlhf-dpo", "form": "sigmoid", "average": False, "beta": 0.1}),
+        (
+            "openrlhf",
+            "train_dpo",
+            " --model.ipo_enable --model.beta 0.2 --model.nll_loss_coef 0.5 --data.max_len 100",
+            {"form": "ipo", "average": False, "beta": 0.2, "sft_coef": 0.5, "tokens_per_micro_batch": 1600},
+        ),
+        ("openrlhf", "train_dpo", " --model.label_smoothing 0.1", {"form": "sigmoid", "label_smoothing": 0.1}),
+        ("openrlhf", "train_rm", " --model.margin_loss_enable", {"preset": "openrlhf-rm", "margin": True}),
+        (
+            "openrlhf",
+            "train_rm",
+            " --data.prompt_key p --data.chosen_key c",
+            {"prompt_field": "p", "chosen_field": "c"},
+        ),
+        ("trl", "dpo", "", {"preset": "trl-dpo", "form": "sigmoid", "average": False, "sft_coef": 0.0, "beta": 0.1}),
+        ("trl", "dpo", "loss_type: ipo", {"form": "ipo", "average": True}),
+        ("trl", "dpo", "loss_type: [sigmoid_norm, sft]\nloss_weights: [0.5, 1]", {"average": True, "sft_coef": 2.0}),
+        ("trl", "dpo", "loss_type: robust\nlabel_smoothing: 0.1", {"form": "robust", "label_smoothing": 0.1}),
+        ("trl", "kto", "desirable_weight: 1.5", {"preset": "trl-kto", "desirable_weight": 1.5, "order": "file"}),
+        ("trl", "reward", "center_rewards_coefficient: 0.01", {"preset": "trl-reward", "center_coef": 0.01}),
+        ("trl", "reward", "", {"too_long": "drop", "learning_rate": 1e-4, "tokens_per_micro_batch": 16_384}),
+    ],
+)
+def test_losses_of_pairs_and_labels(system: str, trainer: str, options: str, expected: dict[str, Any]) -> None:
+    least = TRL if system == "trl" else OPENRLHF.format(trainer.removeprefix("train_"))
+    draft = draft_of(system, f"{least}{options}", trainer=trainer, processes=4)
+    found = {key: line.value for lines in draft.lines.values() for key, line in lines.items()}
+    assert {key: found[key] for key in expected} == expected
+    checked(draft)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("loss_type: exo_pair", "loss_type = exo_pair with loss_weights = None has no equivalent; give one"),
+        ("loss_type: [sigmoid, ipo]", "loss_type = sigmoid, ipo with"),
+        ("loss_weights: [-1]", "loss_type = sigmoid with loss_weights = [-1] has"),
+    ],
+)
+def test_a_loss_without_equivalent_is_an_error(options: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        draft_of("trl", TRL + options, trainer="dpo")

@@ -18,7 +18,7 @@ from fourfold_tools.migrate.shell import Script, read_command
 from fourfold_tools.migrate.trl import TABLE
 
 _TABLES: Final = {"grpo": TABLE, **trl_rows.TABLES}
-# The reward model's script is often `reward_modeling.py`; a file `reward.py` may have the rewards of GRPO.
+# Of scripts with the word reward, only those of reward models: other files have the rewards of GRPO.
 _PROGRAM: Final = re.compile(
     r"(^|/)((trl/scripts/)?(grpo|sft|dpo|kto|reward_modeling)[\w-]*(\.py)?|trl\.scripts\.(grpo|sft|dpo|kto|reward)"
     r"|train_(grpo|sft|dpo|kto|reward)\.py|scripts/reward\.py|reward)$"

@@ -21,7 +21,7 @@ from fourfold.rpc.codec import Buffer, chunks, encode_stream, pack_floats, read_
 from fourfold.rpc.logprobs import compute_logprobs
 from fourfold.rpc.responses import ResponseCheck, clean_response
 from fourfold.sample import Sample
-from fourfold.sample.wire import encode_parts, from_samples, from_token_ids
+from fourfold.sample.wire import encode, encode_parts, from_samples, from_token_ids
 from fourfold.text import clean, is_metric_name, is_reason
 from fourfold.tracing import propagation
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
@@ -280,6 +280,31 @@ class AsyncTrainerClient(AsyncClient):
             found += scores.tolist()
         return found
 
+    async def reference_logprobs(
+        self, samples: Sequence[Sample], *, step: int, timeout: float | None = None
+    ) -> list[Float32Array]:
+        """Return the reference log-probabilities of the samples of a step, before the first step is trained.
+
+        Args:
+            samples: those that `train_step` will get, at most 8 MiB: whole pairs, if the loss reads pairs.
+            step: their step.
+            timeout: seconds.
+
+        Returns:
+            float32 [n] per sample, in order: the first value is NaN, the others are finite, and 0 outside the loss.
+
+        Raises:
+            InvalidInput: The loss has no reference, or a sample is malformed; the message names it.
+            WrongState: A step was trained, and the weights are no longer those that training began with.
+        """
+        asked = [encode(sample) for sample in samples]
+        request = pb.ComputeLogprobsRequest(experiences=asked, reference_of_step=step)
+        answer = await self._call(self._stub.ComputeLogprobs, request, timeout)
+        check = self._check(answer)
+        rows = check.rows(answer.logprobs, asked)
+        check.logprobs(rows, asked)
+        return rows
+
     async def save_checkpoint(self, *, score: float | None = None, timeout: float | None = None) -> int:
         """Write a checkpoint of the present step; return the step once the checkpoint is durable.
 
@@ -348,6 +373,7 @@ class TrainerClient(SyncClient[AsyncTrainerClient]):
     discard_gradient = blocking(AsyncTrainerClient.discard_gradient)
     compute_logprobs = blocking(AsyncTrainerClient.compute_logprobs)
     compute_scores = blocking(AsyncTrainerClient.compute_scores)
+    reference_logprobs = blocking(AsyncTrainerClient.reference_logprobs)
     save_checkpoint = blocking(AsyncTrainerClient.save_checkpoint)
     load_checkpoint = blocking(AsyncTrainerClient.load_checkpoint)
     export_model = blocking(AsyncTrainerClient.export_model)

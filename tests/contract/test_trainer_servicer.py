@@ -101,6 +101,26 @@ async def test_a_bad_lookup_is_refused(trainer: Trainer, experiences: list[exper
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_the_reference_is_that_of_the_weights_before_step_1(start_trainer: Start) -> None:
+    trainer = await start_trainer(
+        batch={"group_size": 2}, algorithm={"loss": {"kind": "dpo"}, "filter": {"keep": "varied"}}
+    )
+    pair = group_of([1, 0], completion=4)
+    rows = await trainer.client.reference_logprobs(pair, step=1, timeout=SECONDS)
+    for row, one in zip(rows, pair, strict=True):
+        wanted = np.where(one.loss_mask, -one.token_ids, 0).astype(np.float32)
+        assert np.isnan(row[0]) and np.array_equal(row[1:], wanted[1:])
+    with pytest.raises(InvalidInput, match="a pair has 2"):
+        await trainer.client.reference_logprobs(pair[:1], step=1, timeout=SECONDS)
+    request = pb.ComputeLogprobsRequest(experiences=map(encode, pair), reference_of_step=1, include_entropies=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="log-probabilities alone"):
+        await trainer.stub.ComputeLogprobs(request, timeout=SECONDS)
+    await trainer.client.forward_backward([pair[0].token_ids], [pair[0].loss_mask], step=1, timeout=SECONDS)
+    await trainer.client.optim_step(1, timeout=SECONDS)
+    with pytest.raises(WrongState, match="before step 1, and the trainer is at step 1"):
+        await trainer.client.reference_logprobs(pair, step=2, timeout=SECONDS)
+
+
 # ---- checkpoints and export ----
 
 

@@ -82,6 +82,8 @@ class Loss(Definition):
     """Model whose outputs the loss reads: the policy's log-probabilities, or the scores of a reward model's head."""
     needs_reference: ClassVar[bool] = False
     """True: the loss reads the log-probabilities of the reference, which each sample must have."""
+    measures_distance: ClassVar[bool] = False
+    """True: `SampleInputs.distance` is measured before each optimizer step, on the samples without a score."""
     compares_with_old: ClassVar[bool] = True
     """False if the loss does not read the old log-probabilities."""
     token_wise: ClassVar[bool] = False

@@ -89,8 +89,6 @@ class SampleLoss(Loss):
     reads: ClassVar[Reads] = "pairs"
     compares_with_old: ClassVar[bool] = False
     reports_entropy: ClassVar[bool] = False
-    measures_distance: ClassVar[bool] = False
-    """True: `distance` is measured before each optimizer step, on the samples without a score."""
 
     @property
     def tail_weight(self) -> float:

@@ -48,6 +48,8 @@ class _RunPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunPhase.Val
     """Ended by an error, which `failure` describes."""
     RUN_PHASE_STOPPED: _RunPhase.ValueType  # 10
     """Ended by a signal to the coordinator, such as Ctrl-C; `failure` names it. The run can be resumed."""
+    RUN_PHASE_PREPARING: _RunPhase.ValueType  # 11
+    """The trainer computes the reference log-probabilities of rows, before the first step."""
 
 class RunPhase(_RunPhase, metaclass=_RunPhaseEnumTypeWrapper):
     """Phase of a run. May gain values."""
@@ -74,6 +76,8 @@ RUN_PHASE_FAILED: RunPhase.ValueType  # 9
 """Ended by an error, which `failure` describes."""
 RUN_PHASE_STOPPED: RunPhase.ValueType  # 10
 """Ended by a signal to the coordinator, such as Ctrl-C; `failure` names it. The run can be resumed."""
+RUN_PHASE_PREPARING: RunPhase.ValueType  # 11
+"""The trainer computes the reference log-probabilities of rows, before the first step."""
 Global___RunPhase: _TypeAlias = RunPhase  # noqa: Y015
 
 class _MemberState:

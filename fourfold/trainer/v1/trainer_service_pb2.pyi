@@ -533,15 +533,26 @@ class ComputeLogprobsRequest(_message.Message):
     EXPERIENCES_FIELD_NUMBER: _builtins.int
     INCLUDE_ENTROPIES_FIELD_NUMBER: _builtins.int
     INCLUDE_VALUES_FIELD_NUMBER: _builtins.int
+    REFERENCE_OF_STEP_FIELD_NUMBER: _builtins.int
     include_entropies: _builtins.bool
     """True: compute entropies as well. False: only log-probabilities."""
     include_values: _builtins.bool
     """True: compute the critic's values as well; INVALID_ARGUMENT when the recipe has no critic. A
     recipe that trains a reward model has nothing else: its scores are the values.
     """
+    reference_of_step: _builtins.int
+    """Step that these samples will be sent for, whole pairs where the loss reads pairs: compute the
+    reference log-probabilities of the step, in the micro-batches of its updates, so that policy
+    and reference are equal to the bit before the first one. FAILED_PRECONDITION with
+    WRONG_STATE once a step was trained, because the weights are no longer those that training
+    began with; INVALID_ARGUMENT when the loss of the recipe has no reference, or entropies or
+    values are requested. 0: any samples, in as few passes as possible.
+    """
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
-        """At least 1; sample ids are unique. Only sample_id, token_ids and temperature are read."""
+        """At least 1; sample ids are unique. Only sample_id, token_ids and temperature are read, unless
+        reference_of_step is set.
+        """
 
     def __init__(
         self,
@@ -549,10 +560,11 @@ class ComputeLogprobsRequest(_message.Message):
         experiences: _abc.Iterable[_experience_pb2.Experience] | None = ...,
         include_entropies: _builtins.bool = ...,
         include_values: _builtins.bool = ...,
+        reference_of_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences", "include_entropies", b"include_entropies", "include_values", b"include_values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences", "include_entropies", b"include_entropies", "include_values", b"include_values", "reference_of_step", b"reference_of_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -573,7 +585,8 @@ class ComputeLogprobsResponse(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """n little-endian float32 per sample of n tokens: natural-log probabilities of logits divided by
-        the sample's temperature; the first is NaN. Empty from a reward model.
+        the sample's temperature; the first is NaN. With reference_of_step, 0 outside the loss.
+        Empty from a reward model.
         """
 
     @_builtins.property

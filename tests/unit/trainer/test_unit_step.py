@@ -16,7 +16,7 @@ from torch import Tensor
 from fourfold import metrics as m
 from fourfold.algorithm.losses import SampleInputs, SampleLoss
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import EMPTY_FLOATS
+from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.config import Config
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.errors import InvalidInput
@@ -28,6 +28,7 @@ from fourfold_trainer.service import metrics
 from fourfold_trainer.step.batch import TrainBatch, check_samples
 from fourfold_trainer.step.loss_units import tail_factors
 from fourfold_trainer.step.micro_batches import forward_all, mini_batches
+from fourfold_trainer.step.reference import compute_reference
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from fourfold_trainer.step.unit_objective import sample_sums
@@ -208,6 +209,34 @@ def test_ktos_distance_is_one_number_of_the_step_that_its_labels_do_not_change()
     found = metrics.summarise(result, config)
     assert found[m.KTO_DISTANCE] == pytest.approx(max(0.0, float(np.mean(sums))), rel=1e-5)
     assert found[m.TRAINED_SAMPLES] == 5
+
+
+def reference(found: Sequence[Sample], config: Config) -> list[Float32Array]:
+    return compute_reference(ToyEngine(config), found, config, step=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("dpo", 1), ("dpo", 2), ("kto", 1), ("kto", 2)])
+def test_the_first_update_finds_the_policy_equal_to_the_prepared_reference(name: str, ranks: int) -> None:
+    config = recipe(name, ranks=ranks, budget=40)
+    found = samples(name)
+    rows = reference(found, config)
+    for one, row in zip(found, rows, strict=True):
+        assert np.isnan(row[0]) and not row[1:][~one.loss_mask[1:]].any()
+    prepared = [replace(one, reference_logprobs=row) for one, row in zip(found, rows, strict=True)]
+    result = run(prepared, config)[1]
+    values = metrics.summarise(result, config)
+    zeros = [m.KTO_DISTANCE] if name == "kto" else [m.PAIR_MARGIN, m.PAIR_CHOSEN_REWARD, m.PAIR_REJECTED_REWARD]
+    # The toy policy updates in float64, and answers in float32.
+    assert [values[name] for name in zeros] == pytest.approx([0.0] * len(zeros), abs=1e-6)
+
+
+def test_a_reference_that_no_loss_reads_is_refused() -> None:
+    config = recipe("simpo")
+    with pytest.raises(InvalidInput, match=r"reference_of_step = 1, and algorithm.loss.kind = `simpo` compares no ans"):
+        reference(pairs(), config)
+    config = recipe("dpo")
+    with pytest.raises(InvalidInput, match="a pair has 2"):
+        reference(pairs()[:2], config)
 
 
 def test_ktos_distance_of_a_policy_that_is_its_reference_is_0_to_the_bit() -> None:

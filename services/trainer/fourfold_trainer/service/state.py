@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 from fourfold import metrics
+from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold.sample import Sample
 from fourfold.sample.columns import Samples
 from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
@@ -37,6 +39,7 @@ from fourfold_trainer.step import train_step as steps
 from fourfold_trainer.step.accumulation import PendingGradient
 from fourfold_trainer.step.batch import check_samples
 from fourfold_trainer.step.micro_batches import Forward, forward_all
+from fourfold_trainer.step.reference import compute_reference
 from fourfold_trainer.step.shadow import compare_gradients
 
 _log = logging.getLogger("fourfold.trainer")
@@ -265,6 +268,21 @@ class TrainerCore:
         """Return log-probabilities, and entropies and values if asked for, with the policy version."""
         found = forward_all(self.engine, samples, self.config, entropies=entropies, values=values)
         return found, self._status.state.policy_version
+
+    def compute_reference(self, samples: list[Sample], step: int) -> tuple[list[Float32Array], int]:
+        """Return the reference log-probabilities of the samples of a step, with the policy version.
+
+        Raises:
+            WrongState: a step was trained, so that the weights are not those that training began with.
+            InvalidInput: the loss has no reference, or a sample is no part of a unit.
+        """
+        state = self._status.state
+        if state.step:
+            raise WrongState(
+                f"the reference of step {step} is that of the weights before step 1, and the trainer is at step "
+                f"{state.step}; start it anew, without a checkpoint"
+            )
+        return compute_reference(self.engine, samples, self.config, step=step), state.policy_version
 
     def save_checkpoint(self, score: float | None = None) -> int:
         """Write a checkpoint of the current step, with the held-out score of its weights; return the step."""

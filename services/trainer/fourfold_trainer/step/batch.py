@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.algorithm.advantages.base import group_members
-from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.arrays import BoolArray, Float32Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
@@ -176,11 +175,15 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
     alike += ["terms"] if algorithm.advantage.compares_terms else []
     _check_segments(samples, alike, most_tokens=budget if algorithm.needs_whole_trajectories else None)
     loss = algorithm.loss
-    measured = isinstance(loss, SampleLoss) and loss.measures_distance
-    _check_units(samples, config, measured=measured)
+    check_pairs(samples, config)
+    if loss.measures_distance and all(sample.score is not None for sample in samples):
+        raise InvalidInput(
+            f"each of the {len(samples)} samples has a score; algorithm.loss.kind = `{loss.kind}` measures its "
+            f"distance on samples without one: send the answer of another prompt with each prompt"
+        )
     for sample in samples:
         name = f"sample {sample.sample_id}"
-        if sample.score is None and not measured:
+        if sample.score is None and not loss.measures_distance:
             raise InvalidInput(f"{name} has no score; score it first, or leave it out of the batch")
         if sample.top_p < 1 or sample.top_k:
             raise InvalidInput(
@@ -202,25 +205,23 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
             )
 
 
-def _check_units(samples: Sequence[Sample], config: Config, *, measured: bool) -> None:
-    """Refuse samples that are not the units that the loss reads; `measured`: it measures a distance."""
+def check_pairs(samples: Sequence[Sample], config: Config) -> None:
+    """Refuse a group that is not two trajectories of different scores, or does not fit in one micro-batch.
+
+    Any samples are accepted if the loss does not read pairs.
+
+    Raises:
+        InvalidInput: names the group, the value and the rule.
+    """
+    most_tokens = config.batch.tokens_per_micro_batch
     loss = config.algorithm.loss
     if loss.trains == "scores" and (part := next((s for s in samples if s.segment_count > 1), None)):
         raise InvalidInput(
             f"sample {part.sample_id} is one of {part.segment_count} segments of trajectory {part.trajectory}, and "
             f"algorithm.loss.kind = `{loss.kind}` scores whole texts: send each answer as one sample"
         )
-    if loss.reads == "pairs":
-        _check_pairs(samples, most_tokens=config.batch.tokens_per_micro_batch)
-    if measured and all(sample.score is not None for sample in samples):
-        raise InvalidInput(
-            f"each of the {len(samples)} samples has a score; algorithm.loss.kind = `{loss.kind}` measures its "
-            f"distance on samples without one: send the answer of another prompt with each prompt"
-        )
-
-
-def _check_pairs(samples: Sequence[Sample], *, most_tokens: int) -> None:
-    """Refuse a group that is not two trajectories of different scores, or does not fit in one micro-batch."""
+    if loss.reads != "pairs":
+        return
     for members in group_members([sample.group_id for sample in samples]):
         pair = [samples[i] for i in members]
         scores = {sample.trajectory: sample.score for sample in pair}

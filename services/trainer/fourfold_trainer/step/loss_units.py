@@ -68,10 +68,7 @@ class LossUnits:
 
         p are the current log-probabilities, f those of the reference. The pass is added to `work`.
         """
-        if not self.loss.measures_distance:
-            return 0.0
-        scores = self.batch.samples.values["score"]
-        asked = [i for i in members if scores[i] is None and self.batch.loss_lengths[i]]
+        asked = self.measured(members)
         if not asked:
             return 0.0
         work.add(
@@ -80,6 +77,13 @@ class LossUnits:
         rows = compute_as_updates(engine.compute_logprobs, self.batch, self.config, [asked])
         differences = [rows[i].astype(np.float64) - self._aligned("reference_logprobs", i) for i in asked]
         return math.fsum(float(d.sum()) for d in differences) / len(self._trajectories(asked))
+
+    def measured(self, members: Sequence[int]) -> list[int]:
+        """Return the members on which the loss measures its distance."""
+        if not self.loss.measures_distance:
+            return []
+        scores = self.batch.samples.values["score"]
+        return [i for i in members if scores[i] is None and self.batch.loss_lengths[i]]
 
     def _trajectories(self, members: Sequence[int]) -> list[int]:
         return list(dict.fromkeys(self.batch.trajectory_of[list(members)].tolist()))

@@ -6,7 +6,7 @@ Such a run has `batch.rows_per_step` in place of `batch.prompts_per_step`. It st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import Field
@@ -27,10 +27,28 @@ ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "reward-model": {"loss": {"kind": "bradley-terry"}},
     "openrlhf-rm": {"loss": {"kind": "bradley-terry"}},
     "trl-reward": {"loss": {"kind": "bradley-terry"}},
+    # Pairs, compared with the model that training begins with. arXiv 2305.18290; the twins have the same defaults.
+    "dpo": {"loss": {"kind": "dpo"}},
+    "openrlhf-dpo": {"loss": {"kind": "dpo"}},
+    "trl-dpo": {"loss": {"kind": "dpo"}},
+    # arXiv 2310.12036, on means as in TRL; OpenRLHF's has average = false.
+    "ipo": {"loss": {"kind": "dpo", "form": "ipo"}},
+    # E. Mitchell, "A note on DPO with noisy preferences", 2023; arXiv 2403.00409. Both say that a tenth is wrong.
+    "cdpo": {"loss": {"kind": "dpo", "label_smoothing": 0.1}},
+    "robust-dpo": {"loss": {"kind": "dpo", "form": "robust", "label_smoothing": 0.1}},
+    # Tulu 3, arXiv 2411.15124.
+    "dpo-norm": {"loss": {"kind": "dpo", "average": True, "beta": 5.0}},
+    # Pairs without a reference: arXiv 2405.14734, 2401.08417, 2403.07691.
+    "simpo": {"loss": {"kind": "simpo"}},
+    "cpo": {"loss": {"kind": "cpo"}, "sft_coef": 1.0},
+    "orpo": {"loss": {"kind": "orpo"}, "sft_coef": 1.0},
+    # Labelled answers: arXiv 2402.01306; the twin has the same defaults.
+    "kto": {"loss": {"kind": "kto"}},
+    "trl-kto": {"loss": {"kind": "kto"}},
 }
 """The presets of runs of rows, as `PRESETS`."""
 ROW_LOSSES: Final = ("nll", "dft")
-"""Losses of the tokens that data has."""
+"""Losses of the tokens that data has; those of whole answers train on rows, too."""
 _NO_ENGINE: Final = "no engine samples"
 _NO_UPDATE: Final = "no engine gets new weights"
 _NO_AGENT: Final = "no agent attempts a task"
@@ -41,6 +59,7 @@ _UNREAD_TABLES: Final = {
     "weights": _NO_UPDATE,
     "asynchrony": _NO_UPDATE,
     "reward": "no answer is scored",
+    "reference": "a reference is the model that training begins with, and the trainer computes it before step 1",
     "agents": _NO_AGENT,
     "gateway": _NO_AGENT,
     "environment": _NO_AGENT,
@@ -52,6 +71,12 @@ _UNREAD_OF_ALGORITHM: Final = {
     "shaping": "a row has no score to shape",
     "filter": "a row has no group to compare with",
     "whiten": "the advantage of a row is its weight",
+}
+# Keys of [data] that only some losses read, by what the loss reads.
+_FIELDS_OF: Final[Mapping[str, Sequence[str]]] = {
+    "trajectories": ("weight_field",),
+    "pairs": ("chosen_field", "rejected_field"),
+    "labels": ("label_field",),
 }
 _UNREAD_OF_DATA: Final = {
     "curriculum": "a row has no success rate",
@@ -69,7 +94,10 @@ class RowKeys(Table):
     """Passes over the rows, in place of `steps`: `fourfold run` counts the steps that they need, and writes both into
     the config.toml of the run. Services that are started by hand need both. 0: `steps` says it. With
     `batch.rows_per_step`."""
-    form: Literal["auto", "tokens", "messages", "glaive", "completion", "alpaca", "text"] = "auto"
+    form: Literal[
+        "auto", "tokens", "messages", "glaive", "completion", "alpaca", "text",
+        "pairs", "pairs-in-transcripts", "pairs-sharegpt", "labelled",
+    ] = "auto"  # fmt: skip
     """Form of the rows. auto: recognised by their columns. With `batch.rows_per_step`."""
     loss_on: Literal["", "assistant", "completion", "last", "all"] = ""
     """Tokens in the loss. assistant: every answer of the assistant. completion: the answer that a row has as such.
@@ -92,6 +120,13 @@ class RowKeys(Table):
     turn."""
     messages_field: str = ""
     """Column with the messages of a row. Empty: `messages` or `conversations`."""
+    chosen_field: str = ""
+    """Column with the preferred answer of a pair. Empty: `chosen`."""
+    rejected_field: str = ""
+    """Column with the other answer of a pair. Empty: `rejected`."""
+    label_field: str = ""
+    """Column that says whether a labelled answer is desirable: true or false, or 1 or 0. Empty: `label` or
+    `kto_tag`."""
     weight_field: str = ""
     """Column with the weight of a row in the loss. Empty: each weighs 1."""
     cache: str = ""
@@ -117,6 +152,8 @@ def check_rows(config: Config) -> None:
     _check_step(config)
     if algorithm.loss.trains == "scores":
         _check_scores(config)
+    if algorithm.loss.of_answers:
+        _check_answers(config)
     if (holdout := config.data.holdout) is not None and (holdout.field or holdout.unordered_numbers):
         raise ValueError(
             f"data.holdout.field = `{holdout.field}` and unordered_numbers read metadata, which rows have not; set "
@@ -166,6 +203,38 @@ def _check_scores(config: Config) -> None:
             )
 
 
+def _check_answers(config: Config) -> None:
+    """Check a run whose loss compares whole answers."""
+    loss, data = config.algorithm.loss, config.data
+    of_answers = f"algorithm.loss.kind = `{loss.kind}` reads {loss.reads}"
+    if config.data.held_out and loss.trains == "policy":
+        raise ValueError(
+            f"data.holdout and data.eval are not evaluated where {of_answers}; remove them, and evaluate the exported "
+            f"model with a recipe that samples answers"
+        )
+    advantage = config.algorithm.advantage
+    if advantage != type(config.algorithm).model_fields["advantage"].get_default():
+        raise ValueError(
+            f"algorithm.advantage.kind = `{advantage.kind}` has no effect where {of_answers}, and no advantages; "
+            f"remove it"
+        )
+    if data.loss_on not in ("", "completion") and (loss.reads, data.loss_on) != ("pairs", "assistant"):
+        raise ValueError(
+            f"data.loss_on = `{data.loss_on}` has no effect where {of_answers}: the answer is in the loss; remove it"
+        )
+    if loss.measures_distance and config.batch.rows_per_step < 2:
+        raise ValueError(
+            f"batch.rows_per_step = {config.batch.rows_per_step}, and algorithm.loss.kind = `{loss.kind}` joins "
+            f"prompts with the answers of other rows of the step; set it to at least 2"
+        )
+    if loss.measures_distance and any(source.weight is not None for source in data.train):
+        raise ValueError(
+            f"data.train: algorithm.loss.kind = `{loss.kind}` joins prompts with the answers of other rows, which "
+            f"change from step to step where sources have weights, and their reference is computed before step 1; "
+            f"remove the weights"
+        )
+
+
 def _check_unread(config: Config) -> None:
     """Refuse tables and keys that rows do not read."""
     for prefix, table, unread in (
@@ -181,6 +250,13 @@ def _check_unread(config: Config) -> None:
                     f"`{prefix}{key}{_changed_key(value, default)}` has no effect in a run of rows "
                     f"(batch.rows_per_step): {reason}; remove it"
                 )
+    loss = config.algorithm.loss
+    for reads, names in _FIELDS_OF.items():
+        if reads != loss.reads and (given := next((name for name in names if getattr(config.data, name)), None)):
+            read = {"trajectories": "answers", "labels": "labelled answers"}.get(loss.reads, loss.reads)
+            raise ValueError(
+                f"`data.{given}` has no effect in this run: algorithm.loss.kind = `{loss.kind}` reads {read}; remove it"
+            )
 
 
 def _changed_key(value: object, default: object) -> str:

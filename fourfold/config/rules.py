@@ -66,7 +66,7 @@ def _check_lengths(config: Config) -> None:
                 f"lower the second"
             )
 
-    token_bytes = _TOKEN_BYTES + (_REFERENCE_BYTES if config.needs_reference else 0)
+    token_bytes = _TOKEN_BYTES + (_REFERENCE_BYTES if config.needs_reference or config.prepares_reference else 0)
     most = (TRAIN_MESSAGE_BYTES - _SAMPLE_BYTES) // token_bytes
     if context > most:
         raise ValueError(

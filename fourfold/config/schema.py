@@ -557,8 +557,20 @@ class Config(Table):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the algorithm uses the reference policy."""
-        return self.algorithm.kl.coef > 0 or self.algorithm.loss.needs_reference
+        """True if the run has reference services: rows are compared with what the trainer computed before step 1."""
+        return self.needs_engines and (self.algorithm.kl.coef > 0 or self.algorithm.loss.needs_reference)
+
+    @property
+    def prepares_reference(self) -> bool:
+        """True if the trainer computes the reference log-probabilities of the rows before the first step."""
+        return not self.needs_engines and self.algorithm.loss.needs_reference
+
+    @property
+    def samples_per_row(self) -> int:
+        """Samples that a step has for each row: two of a pair, or an answer and one to another prompt. 1 with engines:
+        group_size counts them."""
+        loss = self.algorithm.loss
+        return 2 if self.batch.rows_per_step and (loss.reads == "pairs" or loss.measures_distance) else 1
 
     @property
     def needs_scorer(self) -> bool:

@@ -89,7 +89,7 @@ def _legend(config: Config) -> str:
     names = ["o before the step"] if config.algorithm.loss.compares_with_old else []
     if config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag:
         names.append("u in its engine")
-    if config.needs_reference:
+    if config.needs_reference or config.prepares_reference:
         names.append("f under the reference")
     ratio = "; ratio = exp(p - o)" if "ratio" in _formula(config.algorithm.loss) else ""
     of_data = config.algorithm.loss.of_answers or not config.needs_engines

@@ -55,7 +55,7 @@ class EngineLimits:
 
 def batch_plan(config: Config) -> BatchPlan:
     """Derive the sizes of a step from a checked recipe."""
-    samples = config.batch.samples_per_step
+    samples = config.batch.samples_per_step * config.samples_per_row
     groups = config.trainer.data_parallel_size
     per_mini_batch = -(-samples // config.batch.mini_batches_per_step)
     per_micro_batch = config.batch.tokens_per_micro_batch // config.model.max_context_tokens

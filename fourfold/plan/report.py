@@ -277,9 +277,12 @@ def _held_out_set(config: Config, held_out: EvalSet) -> str:
 def _step(config: Config, plan: BatchPlan) -> str:
     batch = config.batch
     if batch.rows_per_step:
+        row = {"pairs": "pair", "labels": "labelled answer"}.get(config.algorithm.loss.reads, "row")
+        samples = f": {plan.samples_per_step:,} samples" if config.samples_per_row > 1 else ""
+        longest = config.model.max_context_tokens
         return (
-            f"{_count(batch.rows_per_step, 'row')} of at most {config.model.max_context_tokens:,} tokens: at most "
-            f"{plan.tokens_per_step:,} tokens, {_updates(config, plan)}. The last step of a pass may have fewer rows."
+            f"{_count(batch.rows_per_step, row)}{samples} of at most {longest:,} tokens: at most "
+            f"{plan.tokens_per_step:,} tokens, {_updates(config, plan)}. The last step of a pass may have fewer {row}s."
         )
     return (
         f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.group_size, 'sample')} = "
@@ -326,7 +329,7 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     owner = f"group of {size} ranks" if size > 1 else "rank"
     each = f", {plan.samples_per_rank:,} per {owner}," if trainer.ranks > 1 else ""
     exception = " except the routers' loss" if trainer.router_aux_loss_coef else ""
-    samples = "rows" if config.batch.rows_per_step else "trajectories"
+    samples = "trajectories" if config.needs_engines else "samples" if config.samples_per_row > 1 else "rows"
     passes = "pass" if plan.micro_batches_per_step == 1 else "passes"
     text = (
         f"{by_hand}{_count(trainer.ranks, 'rank')} on {device}{models}, ZeRO stage {trainer.zero_stage}. The "
@@ -463,6 +466,11 @@ def _reward_model(table: RewardConfig, model: RewardModelConfig) -> str:
 
 
 def _reference(config: Config) -> str:
+    if config.prepares_reference:
+        return (
+            f"none to start: before step 1 the trainer computes the log-probabilities of each row of the first pass "
+            f"under {config.model.source}, without gradients, and keeps them in data.cache."
+        )
     if not config.needs_reference:
         return "none, because algorithm.kl.coef is 0."
     device = config.reference.gpu or "GPU" if config.reference.device == "cuda" else "CPU"

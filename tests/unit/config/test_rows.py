@@ -57,6 +57,7 @@ def test_a_run_of_rows_needs_no_engine_and_no_scorer(tmp_path: Path, preset: str
         ("asynchrony.max_policy_lag=1", "`asynchrony.max_policy_lag` has no effect"),
         ("reward.function=last_number", "`reward` has no effect in a run of rows (batch.rows_per_step): no answer is"),
         ("agents.source=tasks", "`agents.source` has no effect in a run of rows (batch.rows_per_step): no agent"),
+        ("reference.replicas=2", "`reference.replicas` has no effect in a run of rows (batch.rows_per_step): a refere"),
         ("critic.learning_rate=0.1", "`critic.learning_rate` has no effect"),
         ("algorithm.kl.coef=0.1", "`algorithm.kl.coef` has no effect in a run of rows (batch.rows_per_step): the loss"),
         ("algorithm.correction.kind=tis", "`algorithm.correction.kind` has no effect"),
@@ -79,7 +80,8 @@ def test_a_run_of_rows_needs_no_engine_and_no_scorer(tmp_path: Path, preset: str
         ("placement.colocated=true", "placement.colocated = true shares GPUs with engines"),
         ("data.passes=0", "`steps` and `data.passes` are missing or 0; set one of them"),
         ("data.train.weight=1.0", "data.passes = 2: sources with a weight are drawn at different rates"),
-        ("data.form=pairs", "data.form = 'pairs': input should be 'auto'"),
+        ("data.form=pair", "data.form = 'pair': input should be 'auto'"),
+        ("data.chosen_field=x", "`data.chosen_field` has no effect in this run: algorithm.loss.kind = `nll` reads ans"),
     ],
 )
 def test_what_rows_do_not_read_is_refused_with_the_reason(tmp_path: Path, assignment: str, message: str) -> None:
@@ -96,6 +98,51 @@ def test_a_reward_model_reads_the_text_that_it_scores_later(tmp_path: Path, assi
     key = assignment.partition("=")[0]
     found = refused(tmp_path, ["algorithm.preset=reward-model", f"data.{assignment}"])
     assert f"data.{key} = " in found and "a reward model scores the whole text" in found
+
+
+@pytest.mark.parametrize(
+    ("preset", "assignment", "message"),
+    [
+        (
+            "dpo",
+            "data.holdout={field='', groups=2}",
+            "data.holdout and data.eval are not evaluated where algorithm.los",
+        ),
+        (
+            "dpo",
+            "data.loss_on=last",
+            "data.loss_on = `last` has no effect where algorithm.loss.kind = `dpo` reads pairs",
+        ),
+        ("kto", "data.loss_on=assistant", "data.loss_on = `assistant` has no effect where"),
+        ("dpo", "data.weight_field=w", "`data.weight_field` has no effect in this run"),
+        (
+            "kto",
+            "data.rejected_field=r",
+            "`data.rejected_field` has no effect in this run: algorithm.loss.kind = `kto`",
+        ),
+        ("dpo", "algorithm.advantage.kind=rloo", "algorithm.advantage.kind = `rloo` has no effect where"),
+        ("kto", "batch.rows_per_step=1", "batch.rows_per_step = 1, and algorithm.loss.kind = `kto` joins prompts with"),
+        ("kto", "algorithm.sft_coef=1.0", "sft_coef = 1 weighs the preferred answers of pairs"),
+    ],
+)
+def test_runs_of_pairs_and_labels_refuse_what_they_do_not_read(
+    tmp_path: Path, preset: str, assignment: str, message: str
+) -> None:
+    assert message in refused(tmp_path, [f"algorithm.preset={preset}", assignment])
+
+
+def test_the_values_of_presets_are_those_of_their_papers(tmp_path: Path) -> None:
+    def loss(preset: str) -> dict[str, object]:
+        algorithm = load(tmp_path, f"algorithm.preset={preset}").algorithm
+        return {**algorithm.loss.model_dump(), "sft_coef": algorithm.sft_coef}
+
+    assert loss("dpo") == loss("trl-dpo") == loss("openrlhf-dpo")
+    assert loss("dpo") | {"form": "ipo"} == loss("ipo")
+    assert (loss("dpo")["beta"], loss("cdpo")["label_smoothing"], loss("robust-dpo")["form"]) == (0.1, 0.1, "robust")
+    assert loss("dpo") | {"average": True, "beta": 5.0} == loss("dpo-norm")
+    assert (loss("simpo")["gamma"], loss("simpo")["beta"], loss("simpo")["sft_coef"]) == (0.5, 2.0, 0.0)
+    assert loss("cpo")["sft_coef"] == loss("orpo")["sft_coef"] == 1.0
+    assert loss("kto") == loss("trl-kto")
 
 
 def test_a_run_with_engines_refuses_the_keys_of_rows(tmp_path: Path) -> None:

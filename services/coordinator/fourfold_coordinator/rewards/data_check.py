@@ -11,7 +11,6 @@ import numpy as np
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer, chat_template, check_template
 from fourfold.plan.preflight import ExampleRow, Preflight
@@ -67,6 +66,7 @@ def _check_rows(preflight: Preflight) -> None:
     folder = model_folder.resolve(config.model.source, config.data.chat_template)
     tokenizer = Tokenizer.load(folder, date=config.data.date)
     rows = open_rows(config, tokenizer)
+    preflight.warnings += rows.warnings
     held_out_stores = [store for held_out in rows.held_out for store in held_out.stores]
     for store in dict.fromkeys([*rows.train.stores, *held_out_stores]):
         meta = store.meta
@@ -75,11 +75,6 @@ def _check_rows(preflight: Preflight) -> None:
             preflight.warnings.append(
                 f"{meta.source}: {meta.doubled_begins:,} samples began with two begin tokens, one of which was "
                 f"removed; the chat template writes one that the tokenizer adds, too"
-            )
-        if meta.longest_unit > config.batch.tokens_per_micro_batch:
-            raise ConfigError(
-                f"{meta.source}: a row has {meta.longest_unit:,} tokens, more than batch.tokens_per_micro_batch = "
-                f"{config.batch.tokens_per_micro_batch:,}; raise it"
             )
     for held_out in rows.held_out:
         preflight.note("held out", f"read {held_out.name}: {len(held_out.units):,} rows.")

@@ -213,7 +213,7 @@ def _add_row(
         if any(len(side) > 1 for side in sides):
             raise InvalidInput(
                 'the answers of this pair have several turns, and data.turns = "each" would tear them apart; use a '
-                'template that writes earlier turns as they were, or data.loss_on = "last"'
+                'template that writes earlier turns as they were, or remove data.loss_on = "assistant"'
             )
         if np.array_equal(sides[0][0].ids, sides[1][0].ids):
             raise _Dropped(Reason.EQUAL_PAIR)

@@ -22,9 +22,9 @@ from ..data.sources import describe, read_rows
 from .encode import EncodingSettings
 from .forms import RECOGNISED_ROWS, recognise
 from .held_out import HeldOutRows, check_overlap
-from .normal import CONVERSATIONS, Form, RowFields, default_loss_on
+from .normal import CONVERSATIONS, READS, Form, Reads, RowFields, default_loss_on
 from .row_source import RowSource, split_held_out
-from .store import TokenStore, check_dropped, prepare_store
+from .store import TokenStore, check_dropped, check_labels, prepare_store
 
 _SPLIT_PRESET: Final = "pretrain"
 
@@ -35,6 +35,7 @@ class OpenRows:
 
     train: RowSource
     held_out: tuple[HeldOutRows, ...]
+    warnings: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """Return a SHA-256 (hex) of the rows to train on; a resumed run must have the same."""
@@ -69,19 +70,21 @@ def open_rows(config: Config, tokenizer: Tokenizer) -> OpenRows:
         weights=weights,
         shuffled=data.order == "shuffled",
         passes=data.passes or None,
+        mismatched_tokens=config.model.max_context_tokens if config.algorithm.loss.measures_distance else 0,
     )
     if train.steps is not None and config.steps not in (0, train.steps):
         raise ConfigError(
             f"steps = {config.steps}, and data.passes = {data.passes:g} makes {train.steps} steps; remove steps, or "
             f"set data.passes = 0"
         )
-    return OpenRows(train=train, held_out=tuple(held_out))
+    warnings = tuple(filter(None, map(check_labels, stores)))
+    return OpenRows(train=train, held_out=tuple(held_out), warnings=warnings)
 
 
 def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer) -> TokenStore:
     """Return the tokens of one source, as `open_rows`."""
     data, fields = config.data, _fields(config, source)
-    form = Form(data.form) if data.form != "auto" else _recognise(source, fields)
+    form = _form(config, source, fields)
     _check_chat(config, source, form, tokenizer)
     rule = EncodingRule(
         loss_on=data.loss_on or default_loss_on(form),
@@ -100,6 +103,12 @@ def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer
     )
     store = prepare_store(source, settings, tokenizer, cache_folder(config), keys=_keys(config))
     check_dropped(store.meta, data.max_dropped)
+    if store.meta.longest_unit > config.batch.tokens_per_micro_batch:
+        unit = "pair" if config.algorithm.loss.reads == "pairs" else "row"
+        raise ConfigError(
+            f"{store.meta.source}: a {unit} has {store.meta.longest_unit:,} tokens, and batch.tokens_per_micro_batch = "
+            f"{config.batch.tokens_per_micro_batch:,} must hold it whole; raise it, or lower model.max_context_tokens"
+        )
     return store
 
 
@@ -110,12 +119,28 @@ def cache_folder(config: Config) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourfold" / "tokens"
 
 
-def _recognise(source: DataSourceConfig, fields: RowFields) -> Form:
+def _form(config: Config, source: DataSourceConfig, fields: RowFields) -> Form:
+    """Return the form of the rows of a source, which the loss must read."""
+    loss = config.algorithm.loss
+    wanted: Reads = "answers" if loss.reads == "trajectories" else loss.reads
+    if config.data.form == "auto":
+        return _recognise(source, fields, wanted)
+    form = Form(config.data.form)
+    if READS[form] != wanted:
+        forms = ", ".join(form for form in Form if READS[form] == wanted)
+        raise ConfigError(
+            f"data.form = {config.data.form!r} has {READS[form]}, and algorithm.loss.kind = `{loss.kind}` reads "
+            f"{wanted}; set one of {forms}, or another preset"
+        )
+    return form
+
+
+def _recognise(source: DataSourceConfig, fields: RowFields, reads: Reads) -> Form:
     rows = list(itertools.islice(read_rows(source), RECOGNISED_ROWS))
     if not rows:
         raise ConfigError(f"{describe(source)}: it has no row; give more data")
     try:
-        return recognise(rows, fields, "answers")
+        return recognise(rows, fields, reads)
     except ConfigError as error:
         raise ConfigError(f"{describe(source)}: {error.message}") from None
 
@@ -141,6 +166,10 @@ def _fields(config: Config, source: DataSourceConfig) -> RowFields:
     return RowFields(
         prompt_field=source.prompt_field or data.prompt_field,
         answer_field=source.answer_field or data.answer_field,
+        chosen_field=data.chosen_field or "chosen",
+        rejected_field=data.rejected_field or "rejected",
+        label_field=data.label_field or "label",
+        several_turns=data.loss_on == "assistant",
         messages_field=data.messages_field,
         tools_field=data.tools_field,
         weight_field=data.weight_field,

@@ -11,13 +11,14 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fourfold.arrays import EMPTY_FLOATS, Int64Array
 from fourfold.config.sources import block_counts
 from fourfold.errors import ConfigError
+from fourfold.sample.mismatched import mismatched
 from fourfold.sample.sample import Sample
 from fourfold.seeds import derive_seed
 
@@ -25,8 +26,8 @@ from ..data.prompts import MixtureOrder, PassOrder
 from .normal import READS, Reads
 from .store import StoredSample, TokenStore
 
-_DEFAULT_SCORE: dict[Reads, float | None] = {"answers": 1.0, "pairs": 0.0, "labels": None, "steps": None}
-"""Score of a row without a value of its own: weight 1, margin 0."""
+_DEFAULT_SCORE: dict[Reads, float | None] = {"answers": 1.0, "pairs": 1.0, "labels": None, "steps": None}
+"""Score of a row without a value of its own: weight 1; of the chosen answer of a pair, whose other one has 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class RowBatch:
     """The samples of one step."""
 
     samples: tuple[Sample, ...]  # the samples of a unit are neighbours; of a pair, the chosen answer is the first
+    slots: tuple[int, ...]  # of each sample, the place of its first token in the `ReferenceFile`
     first_position: int
     next_position: int  # of the unit after the step
 
@@ -57,6 +59,7 @@ class RowSource:
         shuffled: bool = True,
         passes: float | None = None,
         position: int = 0,
+        mismatched_tokens: int = 0,
     ) -> None:
         """Order the units of some stores, which are numbered one store after another.
 
@@ -69,10 +72,14 @@ class RowSource:
             shuffled: whether every pass is shuffled; otherwise each is in the order of the files.
             passes: number of passes over the units of one pool; None: endless.
             position: of the first unit to take.
+            mismatched_tokens: most tokens of a prompt with the answer of another unit, which every step gets beside
+                its units; 0: it gets none. In one pool alone, and with at least 2 rows per step.
 
         Raises:
             ConfigError: there are fewer units than a step has, a store has no unit, or a mixture is to have passes.
         """
+        self._mismatched_tokens = mismatched_tokens
+        self._first_tokens = [0, *itertools.accumulate(store.meta.tokens for store in stores)]
         self.stores, self._rows_per_step, self.position = tuple(stores), rows_per_step, position
         self._firsts = np.cumsum([0, *map(len, stores)], dtype=np.int64)
         self._units = np.arange(self._firsts[-1], dtype=np.int64) if units is None else units
@@ -89,11 +96,7 @@ class RowSource:
                     f"data.passes = {passes:g}: a mixture with weights draws its sources at different rates, so that a "
                     f"pass has no end; set steps, or remove the weights"
                 )
-            edges = np.searchsorted(self._units, self._firsts)
-            sources = [range(int(a), int(b)) for a, b in itertools.pairwise(edges)]
-            if empty := next((s for s, source in zip(stores, sources, strict=True) if not source), None):
-                raise ConfigError(f"{empty.meta.source}: no row is left to train on; give more data, or remove it")
-            self._order = MixtureOrder(sources, weights, seed=seed, shuffled=shuffled)
+            self._order = MixtureOrder(self._ranges(), weights, seed=seed, shuffled=shuffled)
         else:
             self._order = PassOrder(count, seed=seed, shuffled=shuffled)
         self._digest_parts = [
@@ -102,6 +105,24 @@ class RowSource:
         ]  # fmt: skip
         self._pass_units = 0 if weights else count  # 0: passes have no end
         self._end = None if passes is None else max(math.floor(passes * count + 0.5), 1)
+
+    def _ranges(self) -> list[range]:
+        """Return the places of each store's units among all; raise ConfigError if a store has none."""
+        edges = np.searchsorted(self._units, self._firsts)
+        sources = [range(int(a), int(b)) for a, b in itertools.pairwise(edges)]
+        if empty := next((s for s, source in zip(self.stores, sources, strict=True) if not source), None):
+            raise ConfigError(f"{empty.meta.source}: no row is left to train on; give more data, or remove it")
+        return sources
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all stores; slots of joined samples begin there."""
+        return self._first_tokens[-1]
+
+    @property
+    def steps_of_first_pass(self) -> int:
+        """Number of steps until a unit comes again; 0: that is not known."""
+        return math.ceil(min(self._pass_units, self._end or self._pass_units) / self._rows_per_step)
 
     @property
     def steps(self) -> int | None:
@@ -141,23 +162,54 @@ class RowSource:
         if self._end is not None and (end := min(end, self._end)) <= first:
             return None
         self.position = end
-        samples = [sample for position in range(first, end) for sample in self._samples_at(position, step)]
-        return RowBatch(samples=tuple(samples), first_position=first, next_position=end)
+        found = [sample for position in range(first, end) for sample in self._samples_at(position, step)]
+        if self._mismatched_tokens:
+            found += self._mismatched(first, [sample.group_id for sample, _ in found], step)
+        samples, slots = zip(*found, strict=True)
+        return RowBatch(samples=samples, slots=slots, first_position=first, next_position=end)
+
+    def _mismatched(self, position: int, groups: Sequence[str], step: int) -> list[tuple[Sample, int]]:
+        """Return the joined samples of the step of the first pass that began at the same place, in these groups.
+
+        Later passes join the same prompts and answers, because their reference is computed before the first step. A
+        last step of one unit has those of the step before.
+        """
+        start = position % self._pass_units
+        stop = min(start + self._rows_per_step, self._pass_units, self._end or self._pass_units)
+        if stop - start < 2:
+            start, stop = start - self._rows_per_step, start
+        found = [sample for place in range(start, stop) for sample in self._samples_at(place, step)]
+        joined = mismatched([sample for sample, _ in found], max_tokens=self._mismatched_tokens)
+        return [
+            (replace(sample, sample_id=f"s{step:07d}-{start + i}-mismatched", group_id=groups[i % len(groups)]),
+             self.token_count + found[(i + 1) % len(found)][1])
+            for i, sample in enumerate(joined)
+        ]  # fmt: skip
 
     def unit_at(self, position: int) -> tuple[TokenStore, range]:
         """Return the unit at a position of the order: its store, and the numbers of its samples there."""
+        number, unit = self._unit_at(position)
+        store = self.stores[number]
+        return store, store.samples_of(unit)
+
+    def _unit_at(self, position: int) -> tuple[int, int]:
+        """Return the number of the store of a position of the order, and that of the unit there."""
         unit = int(self._units[self._order.at(position)])
         number = int(np.searchsorted(self._firsts, unit, side="right")) - 1
-        store = self.stores[number]
-        return store, store.samples_of(unit - int(self._firsts[number]))
+        return number, unit - int(self._firsts[number])
 
-    def _samples_at(self, position: int, step: int) -> list[Sample]:
-        (store, numbers), group_id = self.unit_at(position), f"s{step:07d}-{position}"
-        default = _DEFAULT_SCORE[READS[store.meta.form]]
-        return [
-            to_sample(store.sample(i), sample_id=f"{group_id}-{side}", group_id=group_id, default_score=default)
-            for side, i in enumerate(numbers)
-        ]
+    def _samples_at(self, position: int, step: int) -> list[tuple[Sample, int]]:
+        """Return the samples of the unit at a position, each with its slot."""
+        number, unit = self._unit_at(position)
+        store, group_id = self.stores[number], f"s{step:07d}-{position}"
+        reads, found = READS[store.meta.form], list[tuple[Sample, int]]()
+        for side, i in enumerate(store.samples_of(unit)):
+            stored, name = store.sample(i), f"{group_id}-{side}"
+            sample = to_sample(stored, sample_id=name, group_id=group_id, default_score=_DEFAULT_SCORE[reads])
+            if reads == "pairs":
+                sample = replace(sample, score=(sample.score or 1.0) if side == 0 else 0.0)
+            found.append((sample, self._first_tokens[number] + int(store.index[i]["offset"])))
+        return found
 
 
 def to_sample(stored: StoredSample, *, sample_id: str, group_id: str, default_score: float | None) -> Sample:

@@ -167,7 +167,7 @@ class GroupMaker:
         self._changes, self._experiences = GroupCommit(context.ledger, context.disk), context.experiences
         algorithm = context.config.algorithm
         self._filter = algorithm.filter
-        self._min_samples = 2 if algorithm.compares_samples else 1
+        self._min_samples = 2 if algorithm.compares_samples or algorithm.loss.reads == "pairs" else 1
         self._baselines = int(algorithm.advantage.needs_greedy_sample)
         # With a filter, wait for its decision: a group that it drops needs no reference log-probabilities.
         self._reference_with_scores = (

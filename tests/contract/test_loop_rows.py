@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fourfold import config as configuration
@@ -24,25 +25,27 @@ from fourfold_coordinator.launch.fleet import services_of
 from fourfold_coordinator.rewards.data_check import check_data
 from fourfold_coordinator.rows.row_source import RowBatch, RowSource
 from tests.fakes.stage import Stage, hang_in_step, successor, until
-from tests.fakes.toy import Member, make_config
+from tests.fakes.toy import Member, make_config, toy_logprobs
 from tests.fakes.toy_trainer import FakeTrainer
 
 ROWS = 10
 
 
-def row_config(root: Path, *, steps: int = 6, **data: Any) -> Config:
+def row_config(root: Path, *, steps: int = 6, preset: str = "sft", **data: Any) -> Config:
     """Return a recipe of two passes over ten rows, four of them in a step: 4, 4, 2, 4, 4 and 2."""
     tables = make_config(root).model_dump(include={"name", "seed", "model", "checkpoint", "retry"})
     path = root / "rows.jsonl"
-    lines = [json.dumps({"prompt": f"{n} * {n} =", "completion": f" {n * n}"}) for n in range(ROWS)]
-    path.write_text("\n".join(lines))
+    rows: list[dict[str, Any]] = [{"prompt": f"{n} * {n} =", "completion": f" {n * n}"} for n in range(ROWS)]
+    for n, row in enumerate(rows if preset != "sft" else []):
+        row |= {"label": n % 2} if preset == "kto" else {"chosen": row.pop("completion"), "rejected": f" about {n}"}
+    path.write_text("\n".join(map(json.dumps, rows)))
     return Config.model_validate(
         {
             **tables,
             "steps": steps,
             "data": {"train": {"path": str(path)}, "passes": 2.0, "chat": False, "cache": str(root / "tokens"), **data},
             "batch": {"rows_per_step": 4, "tokens_per_micro_batch": 256},
-            "algorithm": {"preset": "sft"},
+            "algorithm": {"preset": preset},
         }
     )
 
@@ -83,6 +86,23 @@ def make_rows(tmp_path: Path, make_stage: Callable[..., Stage]) -> Callable[...,
 
 def change_row(path: Path) -> None:
     path.write_text(path.read_text().replace(" 81", " 82"))
+
+
+def damage_reference(stage: RowStage, *, cut: bool) -> Path:
+    """Cut the file of the reference, or remove it; return its path."""
+    (path,) = Path(stage.config.data.cache).glob("reference-*.bin")
+    if cut:
+        path.write_bytes(path.read_bytes()[:40])
+    else:
+        path.unlink()
+    return path
+
+
+def begin_anew(stage: RowStage) -> None:
+    """Remove what a run has written, but not what its data has in the cache."""
+    for path in stage.folder.iterdir():
+        if path.is_file() and path.name != "config.toml":
+            path.unlink()
 
 
 def tokens(batches: dict[int, list[Sample]]) -> list[list[bytes]]:
@@ -227,6 +247,92 @@ async def test_steps_beyond_the_passes_end_the_run(
     await stage.close()
 
 
+@pytest.mark.parametrize(("preset", "samples"), [("dpo", 8), ("kto", 8), ("simpo", 8)])
+async def test_answers_are_compared_with_the_weights_before_step_1(
+    make_rows: Callable[..., RowStage], preset: str, samples: int
+) -> None:
+    stage = make_rows(preset=preset)
+    await stage.start()
+    assert await stage.finish() == 0
+    assert [len(stage.batches[step]) for step in (1, 2, 3)] == [samples, samples, samples // 2]
+    for sample in (sample for step in stage.batches for sample in stage.batches[step]):
+        if preset == "simpo":
+            assert not len(sample.reference_logprobs)
+            continue
+        answer, wanted = sample.action_mask, toy_logprobs(0, sample.token_ids)
+        np.testing.assert_array_equal(sample.reference_logprobs[answer], wanted[answer])
+    assert stage.trainer.reference_steps == ([] if preset == "simpo" else [1, 2, 3])
+    if preset == "kto":
+        assert [s.score is None for s in stage.batches[1]] == [False] * 4 + [True] * 4
+    else:
+        assert [s.score for s in stage.batches[1]] == [1.0, 0.0] * 4
+    await stage.close()
+
+
+async def test_a_killed_preparation_goes_on_where_it_was_and_a_resumed_run_reads_its_file(
+    make_rows: Callable[..., RowStage],
+) -> None:
+    stage = make_rows(preset="dpo")
+    hangs = asyncio.Event()
+
+    async def hang() -> None:
+        if len(stage.trainer.reference_steps) == 2 and not hangs.is_set():
+            hangs.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_probe = hang
+    await stage.start()
+    await hangs.wait()
+    await stage.kill()
+    await stage.trainer.kill()
+    stage.use(successor(stage.trainer))
+    in_step = hang_in_step(stage, 4)
+    await stage.start()
+    await in_step.wait()
+    assert stage.trainer.reference_steps == [2, 3]
+    await stage.kill()
+    await stage.trainer.kill()
+    stage.use(successor(stage.trainer))
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.trainer.loaded == [2] and stage.trainer.reference_steps == []
+    await stage.close()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+async def test_a_resumed_run_without_its_reference_says_how_to_get_it_again(
+    make_rows: Callable[..., RowStage], capsys: pytest.CaptureFixture[str], cut: bool
+) -> None:
+    stage = make_rows(preset="dpo")
+    hangs = hang_in_step(stage, 4)
+    await stage.start()
+    await hangs.wait()
+    await stage.kill()
+    await stage.trainer.kill()
+    path = damage_reference(stage, cut=cut)
+    stage.use(successor(stage.trainer))
+    await stage.start()
+    assert await stage.finish() == 1
+    errors = capsys.readouterr().err
+    assert f"step 3 needs the reference log-probabilities of {path}, and" in errors
+    assert ("it has none, or damaged ones, for sample s0000003-" if cut else "the file is gone") in errors
+    assert "start a run of the recipe that this one began with" in errors
+    await stage.close()
+
+
+async def test_a_second_run_of_the_recipe_computes_no_reference(make_rows: Callable[..., RowStage]) -> None:
+    stage = make_rows(preset="dpo")
+    await stage.start()
+    assert await stage.finish() == 0
+    await stage.close()
+    begin_anew(stage)
+    stage.use(FakeTrainer("trainer-1", stage.config))
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.trainer.reference_steps == [] and set(stage.batches) == set(range(1, 7))
+    await stage.close()
+
+
 def test_the_check_of_the_data_counts_the_steps_and_describes_the_rows(tmp_path: Path) -> None:
     found = Preflight(row_config(tmp_path, steps=0))
     check_data(found)
@@ -267,6 +373,26 @@ def test_a_resumed_run_counts_its_steps_from_the_passes(
             steps_of()
     else:
         assert steps_of() == steps
+
+
+def test_the_check_of_the_data_refuses_long_pairs_and_equal_labels(tmp_path: Path) -> None:
+    config = row_config(tmp_path, steps=0, preset="dpo", system_prompt="x " * 20)
+    batch = config.batch.model_copy(update={"tokens_per_micro_batch": 64})
+    with pytest.raises(ConfigError, match=r"a pair has \d+ tokens, and batch.tokens_per_micro_batch = 64 must hold it"):
+        check_data(Preflight(config.model_copy(update={"batch": batch})))
+    with pytest.raises(
+        ConfigError, match=r"data.form = 'text' has answers, and .* `dpo` reads pairs; set one of pairs,"
+    ):
+        check_data(Preflight(row_config(tmp_path, steps=0, preset="dpo", form="text")))
+    labelled, path = row_config(tmp_path, steps=0, preset="kto"), tmp_path / "rows.jsonl"
+    path.write_text(path.read_text().replace('"label": 0', '"label": 1'))
+    with pytest.raises(ConfigError, match=r"all 10 labels are 1; a loss of labelled answers needs both"):
+        check_data(Preflight(labelled))
+    good = path.read_text().splitlines()[0]
+    path.write_text("\n".join([good, *[good.replace('"label": 1', '"label": 0')] * 59]))
+    found = Preflight(labelled)
+    check_data(found)
+    assert "1.7% of the answers are desirable; a weight of 59 for them" in found.warnings[0]
 
 
 @pytest.mark.parametrize("manual", [False, True])

@@ -62,6 +62,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self.mismatch: Callable[[int], float] = lambda lag: 0.01  # the metric of a step, by the largest lag of a sample
         self.on_batch: Callable[[list[Sample]], Any] = lambda samples: None
         self.loaded: list[int] = []
+        self.reference_steps: list[int] = []  # steps whose reference was asked for
         self._answer = trainer.TrainStepResponse()
         self._bytes = b""
 
@@ -111,7 +112,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         if step != self.step + 1:
             raise WrongState(f"step {self.step} is done; {step} cannot be next")
         samples = [decode(e, vocabulary_size=VOCABULARY, max_tokens=64) for m in messages for e in m.experiences]
-        if any(s.score is None for s in samples):
+        if any(s.score is None for s in samples) and not self.config.algorithm.loss.measures_distance:
             raise WrongState("a sample without a score")
         self.on_batch(samples)
         groups: dict[str, set[float]] = {}
@@ -132,7 +133,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             # The real trainer reports these metrics of the batch, too.
             metrics={"train/samples_per_step": float(len(samples)), "mismatch/ess": 0.9}
             | {"mismatch/logprob_diff_mean": self.mismatch(version - min(s.oldest_version for s in samples))}
-            | {"reward/mean": float(np.mean([s.score for s in samples]))},
+            | {"reward/mean": float(np.mean([s.score or 0.0 for s in samples]))},
         )
         if self.lost_answers:
             self.lost_answers -= 1
@@ -143,6 +144,10 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self, request: trainer.ComputeLogprobsRequest, context: Context
     ) -> trainer.ComputeLogprobsResponse:
         self.journal.append(f"{self.member_id} probe")
+        if request.reference_of_step:
+            self.reference_steps.append(request.reference_of_step)
+            if self.step:
+                raise WrongState("the first weights are gone")
         if self.on_probe is not None:
             await self.on_probe()
         rows = [toy_logprobs(self.weights, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]

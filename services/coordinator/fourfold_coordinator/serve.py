@@ -96,6 +96,7 @@ from .training.evaluation.standalone import StandaloneEvaluation
 from .training.live_recipe import LiveRecipe
 from .training.loop import TrainingLoop
 from .training.ports import WeightPublisher
+from .training.prepared_reference import PreparedReference
 from .training.producer import GroupProducer
 from .training.row_feed import RowFeed
 from .training.service_calls import ServiceCalls
@@ -357,7 +358,8 @@ class Coordinator:
         timeout = self._config.trainer.step_timeout_seconds
         of_scores = self._config.algorithm.loss.trains == "scores"
         evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout, of_scores=of_scores)
-        return TrainingLoop(context, RowFeed(rows.train), recipe, history, evaluator)
+        reference = PreparedReference(context, rows.train) if self._config.prepares_reference else None
+        return TrainingLoop(context, RowFeed(rows.train, reference), recipe, history, evaluator)
 
     def _evaluator(self, context: RunContext) -> Evaluator:
         return Evaluator(
@@ -455,6 +457,8 @@ class Coordinator:
     async def _open_rows(self, ledger: Ledger, history: RecipeHistory) -> OpenRows:
         """Open the rows to train on; raise ConfigError when they cannot be used, or the run began with others."""
         rows = await asyncio.to_thread(open_rows, self._config, self._tokenizer)
+        for warning in rows.warnings:
+            log.warning("data: %s", warning)
         digest, changes = await asyncio.to_thread(rows.digest), history.changes(self._config)
         await self._disk.write(check_same_data, digest, ledger, changes)
         return rows

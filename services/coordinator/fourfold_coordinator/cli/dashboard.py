@@ -70,6 +70,7 @@ _RECENT_STEPS: Final = 8
 _PHASES: Final = {
     pb.RUN_PHASE_WAITING_FOR_SERVICES: "waiting for services",
     pb.RUN_PHASE_RECOVERING: "restoring a checkpoint",
+    pb.RUN_PHASE_PREPARING: "computing the reference",
     pb.RUN_PHASE_GENERATING: "generating",
     pb.RUN_PHASE_TRAINING: "training",
     pb.RUN_PHASE_PUBLISHING: "updating the engines",
@@ -359,6 +360,10 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: 
     rows = []
     for label, metric, form in (
         ("accuracy", metrics.SCORE_ACCURACY, "{:.1%}"),
+        ("accuracy", metrics.PAIR_ACCURACY, "{:.1%}"),
+        ("margin", metrics.PAIR_MARGIN, "{:.4f}"),
+        ("accuracy", metrics.KTO_ACCURACY, "{:.1%}"),
+        ("distance", metrics.KTO_DISTANCE, "{:.4f}"),
         ("reward", metrics.REWARD_MEAN, "{:.2f}") if metrics.REWARD_MEAN in last else ("loss", metrics.NLL, "{:.4f}"),
         ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
         ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),

@@ -18,13 +18,15 @@ from fourfold.host.cancellation import completed
 from ..rows.row_source import RowBatch, RowSource
 from ..state.run_position import RunPosition
 from ..state.samples import StepBatch
+from .prepared_reference import PreparedReference
 
 
 class RowFeed:
     """The rows of a run that are not trained yet: a `StepSource`, whose position is the number of rows taken."""
 
-    def __init__(self, rows: RowSource) -> None:
-        self._rows = rows
+    def __init__(self, rows: RowSource, reference: PreparedReference | None = None) -> None:
+        """Feed rows, with the log-probabilities of a reference if the loss compares with one."""
+        self._rows, self._reference = rows, reference
         self._position, self._passes = rows.position, rows.passes_done
         self._ahead: dict[int, RowBatch | None] = {}  # the next step, if its rows have been read
 
@@ -42,9 +44,11 @@ class RowFeed:
         """Return at once: `look_ahead` reads rows in advance, when the batch before them has been sent."""
 
     async def resume(self, position: RunPosition, *, version: int, rule: AsynchronyConfig, lag_limit: int) -> None:
-        """Continue with the row after those that were trained."""
+        """Continue with the row after those that were trained. Before step 1, have the reference computed."""
         self._ahead.clear()
         self._rows.position = self._position = position.next_position
+        if self._reference is not None:
+            await self._reference.prepare(position)
 
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Do nothing: no sample waits for new weights."""
@@ -66,6 +70,8 @@ class RowFeed:
                 f"raise data.passes"
             )
         batch.rows, self._position, self._passes = found.samples, found.next_position, self._rows.passes_done
+        if self._reference is not None:
+            batch.rows = await asyncio.to_thread(self._reference.attach, found, step)
         batch.rolled = batch.scored = batch.done = time.monotonic()
         return batch
 

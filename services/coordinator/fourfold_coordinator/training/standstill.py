@@ -28,7 +28,7 @@ from ..weights.status import WeightPlaneStatus
 WAIT_SECONDS: Final = 10.0
 """A run without progress counts as waiting when its phase exceeds the usual time by this much."""
 # Calls of the trainer that do the work of a phase. Their deadline is trainer.step_timeout_seconds.
-_LONG_CALLS: Final = frozenset({"TrainStep", "SaveCheckpoint", "LoadCheckpoint", "ExportModel"})
+_LONG_CALLS: Final = frozenset({"TrainStep", "ComputeLogprobs", "SaveCheckpoint", "LoadCheckpoint", "ExportModel"})
 # Limit of such a call while the usual time is unknown, so that no run is silent for more than 20 s.
 _LONG_CALL_SECONDS: Final = 18.0
 _TICK_SECONDS: Final = 1.0

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold import metrics as m
 from fourfold.algorithm.losses import PpoLoss
-from fourfold.config.schema import AsynchronyConfig
+from fourfold.config.schema import AsynchronyConfig, Config
 from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
 from fourfold_coordinator.reporting.diagnosis import TrainingDiagnosis, summarize_findings
 from fourfold_coordinator.state.ledger import StepRow
@@ -356,3 +356,31 @@ def test_the_report_says_what_was_wrong_how_often_and_when(tmp_path: Any) -> Non
     cut, rejected = summarize_findings(make_config(tmp_path), rows)
     assert (cut["steps"], cut["first"], cut["last"]) == (3, 6, 8) and cut["text"].startswith("38% of")
     assert (rejected["steps"], rejected["first"], rejected["last"]) == (1, 9, 9)
+
+
+def test_pairs_with_a_wrong_reference_and_answers_that_are_unlearned_are_named() -> None:
+    config = make_config_of_pairs()
+    diagnosis = TrainingDiagnosis.from_config(config)
+    texts = []
+    for step in range(1, 13):
+        values = {"pair/margin": 0.2 * step, "pair/chosen_reward": -0.3 * step}
+        texts.append([f.text for f in diagnosis.examine(step, values, skipped_reason="", dropped={})[1]])
+    assert "pair/margin = 0.2 before the first update, where policy and reference are the same weights" in texts[0][0]
+    assert not any(texts[1:9])
+    assert "the preferred answers become less likely, too: pair/chosen_reward = -1.6 (mean of 10 steps)" in texts[9][0]
+    healthy = TrainingDiagnosis.from_config(config)
+    assert healthy.examine(1, {"pair/margin": 0.0, "pair/accuracy": 0.0}, skipped_reason="", dropped={}) == ([], [])
+    assert not TrainingDiagnosis().examine(1, {"pair/margin": 3.0}, skipped_reason="", dropped={})[0]
+
+
+def make_config_of_pairs() -> Config:
+    return Config.model_validate(
+        {
+            "name": "pairs",
+            "steps": 20,
+            "model": {"source": "x"},
+            "data": {"train": {"path": "x.jsonl"}},
+            "batch": {"rows_per_step": 4, "tokens_per_micro_batch": 2048},
+            "algorithm": {"preset": "dpo"},
+        }
+    )

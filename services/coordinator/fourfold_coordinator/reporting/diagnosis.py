@@ -21,6 +21,10 @@ from ..state.ledger import BY_DESIGN, STALE, StepRow
 
 _FEW_USEFUL: Final = 0.2
 SMALL_SAMPLE_SIZE: Final = 0.5  # as a share of the tokens
+# Margin of the first update: policy and reference are the same weights, and rounding makes less of it.
+_FIRST_MARGIN: Final = 0.05
+# Mean reward of the preferred answers. With beta = 0.1 they are exp(10) times less likely than at the start.
+_FALLEN_REWARD: Final = -1.0
 # Metric, limit, key and text of the findings about one value. The value is also their severity.
 _LIMITS: Final = (
     (
@@ -102,6 +106,7 @@ class TrainingDiagnosis:
         asynchrony: AsynchronyConfig | None = None,
         corrects: bool = False,
         filters: bool = False,
+        compares_with_start: bool = False,
     ) -> None:
         """Start without history.
 
@@ -111,8 +116,10 @@ class TrainingDiagnosis:
             asynchrony: Of the recipe; None: sampling and training alternate.
             corrects: The algorithm weighs tokens by their behavior log-probabilities.
             filters: The algorithm does not train on every group that is scored.
+            compares_with_start: The first update compares the policy with itself.
         """
         self._compares_samples, self._corrects, self._filters = compares_samples, corrects, filters
+        self._compares_with_start = compares_with_start
         self._critic_begins = max(critic_begins, _TREND_STEPS)
         self._rule = asynchrony or AsynchronyConfig()
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_WINDOW_STEPS)
@@ -129,6 +136,7 @@ class TrainingDiagnosis:
             asynchrony=config.asynchrony,
             corrects=config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag,
             filters=config.algorithm.filter.keep != "all",
+            compares_with_start=config.prepares_reference and config.batch.updates_per_step == 1,
         )
 
     def replay(self, rows: Sequence[StepRow]) -> None:
@@ -156,6 +164,7 @@ class TrainingDiagnosis:
             *self._check_limits(metrics, skipped=bool(skipped_reason)),
             *self._check_trends(step, metrics),
             *self._check_truncation(),
+            *self._check_pairs(step, metrics),
         ]
         expected: tuple[str, ...] = BY_DESIGN
         if self._rule.max_policy_lag:
@@ -213,6 +222,27 @@ class TrainingDiagnosis:
                 f"trainer assign them different probabilities; use algorithm.correction.kind = `tis`, or "
                 f"{words['cure']}",
                 severity=SMALL_SAMPLE_SIZE / max(size, 1e-9),
+            )
+
+    def _check_pairs(self, step: int, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        """Yield signs that pairs are compared with a wrong reference, or that both of their answers are unlearned."""
+        margin = metrics.get(m.PAIR_MARGIN) or 0.0
+        if not self._compares_with_start:
+            return
+        if step == 1 and abs(margin) > _FIRST_MARGIN:
+            yield Finding(
+                key="first margin",
+                text=f"{m.PAIR_MARGIN} = {margin:.2g} before the first update, where policy and reference are the same "
+                f"weights: remove the file of the reference from data.cache, and start the run again",
+            )
+        rewards = self._history(m.PAIR_CHOSEN_REWARD)[-_TREND_STEPS:]
+        if len(rewards) == _TREND_STEPS and (reward := fmean(rewards)) < _FALLEN_REWARD and margin > 0:
+            yield Finding(
+                key="both fall",
+                text=f"the preferred answers become less likely, too: {m.PAIR_CHOSEN_REWARD} = {reward:.2g} (mean of "
+                f"{_TREND_STEPS} steps) while the margin grows; set algorithm.sft_coef, such as 0.1, or lower "
+                f"trainer.learning_rate",
+                severity=-reward,
             )
 
     def _check_waits(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:

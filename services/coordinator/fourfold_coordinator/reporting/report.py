@@ -65,6 +65,10 @@ BEGAN_FROM = "began_from"
 
 # Title and metric of each small panel. Panels without values are left out.
 _PANELS: Final = (
+    ("accuracy on pairs", m.PAIR_ACCURACY),
+    ("margin of pairs", m.PAIR_MARGIN),
+    ("accuracy on labels", m.KTO_ACCURACY),
+    ("distance to the reference, nats", m.KTO_DISTANCE),
     ("tokens of a completion", m.RESPONSE_LENGTH),
     ("KL to the reference, nats", m.REFERENCE_KL),
     ("|trainer - engine|, nats", m.MISMATCH_MEAN),

@@ -135,7 +135,8 @@ def read_template(path: str) -> str:
     try:
         return expand_home(path, key).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: cannot be read ({error}); give the path of a Jinja file in UTF-8") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}: cannot be read ({reason}); give the path of a Jinja file in UTF-8") from None
 
 
 def _with_template(folder: Path, path: str) -> Path:

@@ -77,7 +77,7 @@ def test_form_counts_steps_and_text_of_the_rows(check: Check) -> None:
     counts, steps = found.notes["data"]
     assert counts.startswith("rows.jsonl: 45 rows of the form messages; kept 43, dropped ")
     assert "1 NO_LOSS_TOKENS" in counts and "1 TOO_LONG" in counts and "43 samples with " in counts
-    assert "A pass has 11 steps; one has on average " in steps and found.config.steps == 11
+    assert "A pass has 11 steps. The first 11 have on average " in steps and found.config.steps == 11
     assert len(found.rendered) == 3
     for row in found.rendered:
         answer, in_loss = row.parts[-1]

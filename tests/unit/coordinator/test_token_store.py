@@ -238,15 +238,17 @@ def test_a_damaged_table_of_contents_is_refused(prepare: Prepare) -> None:
         open_store(store.folder)
 
 
+@pytest.mark.parametrize("error", [ConfigError("the source ended"), KeyboardInterrupt()])
 def test_a_build_that_ends_early_leaves_nothing(
-    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def broken(_: DataSourceConfig) -> Iterator[dict[str, Any]]:
         yield from CHATS[:4]
-        raise ConfigError("the source ended")
+        raise error
 
+    (tmp_path / "tokens" / "fourfold-tokens-killed").mkdir(parents=True)  # of a process that was killed
     monkeypatch.setattr(module, "read_rows", broken)
-    with pytest.raises(ConfigError, match="the source ended"):
+    with pytest.raises(type(error)):
         prepare(CHATS)
     assert list((tmp_path / "tokens").iterdir()) == []
     monkeypatch.undo()

@@ -41,11 +41,11 @@ def describe_steps(rows: RowSource, config: Config) -> str:
     for lengths in steps:
         ordered = sorted(lengths, reverse=True)
         passes += max(len(split_by_tokens(ordered[rank::groups], max_tokens=most)) for rank in range(groups))
-    each = f"{passes / len(steps):.3g} of the trainer's passes, which are {tokens / most / groups / passes:.0%} full"
-    text = f"one has on average {tokens / len(steps):,.0f} tokens in {each} (the first {len(steps)} were counted)."
-    if rows.steps_of_pass:
-        return f"A pass has {rows.steps_of_pass:,} steps; {text}"
-    return f"Sources with weights have no passes; {text}"
+    first = (
+        f"The first {len(steps)} have on average {tokens / len(steps):,.0f} tokens, in {passes / len(steps):.3g} "
+        f"micro-batches per rank that are {tokens / most / groups / passes:.0%} full."
+    )
+    return f"A pass has {rows.steps_of_pass:,} steps. {first}" if rows.steps_of_pass else first
 
 
 def _lengths_of_steps(rows: RowSource, rows_per_step: int) -> Iterator[list[int]]:

@@ -150,7 +150,7 @@ def _with_template(folder: Path, path: str) -> Path:
         made = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
         try:
             for name in linked:
-                (made / name).symlink_to(folder / name)
+                (made / name).symlink_to((folder / name).absolute())  # XDG_CACHE_HOME may be relative
             (made / TEMPLATE_FILE).write_text(text, encoding="utf-8")
             with suppress(OSError):  # another process was faster, and its folder has the same files
                 made.rename(target)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fourfold_bench import harness
 
-NAMES: Final = ("weights", "rollout", "step", "long-tail", "gateway", "reward")
+NAMES: Final = ("weights", "rollout", "step", "long-tail", "gateway", "reward", "sft")
 """Each is the `BENCHMARK` of a package `NAME/benchmark.py`, with `_` for `-`."""
 
 

@@ -15,8 +15,9 @@ from fourfold.cli.main import main
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import Gpu
-from fourfold.model import folder
+from fourfold.model import folder, runs
 from fourfold.plan import placement, report
+from fourfold.plan.chain import run_sources
 from fourfold.plan.memory import memory_plan
 from fourfold.plan.models import model_sizes
 from fourfold.plan.placement import check_gpu_memory
@@ -113,9 +114,13 @@ def test_skipped_checks_read_nothing(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("**/*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_has_a_plan(path: Path, tmp_path: Path) -> None:
     config = configuration.load(path)
-    if not config.model.source.startswith("builtin:"):
+    if not config.model.source.startswith(("builtin:", runs.PREFIX)):
         config = configuration.load(path, [f"model.source={write_headers(tmp_path / 'model', QWEN_7B)}"])
-    text = report.describe(config)
+    with runs.expect_runs() as expect:  # those that the recipes before it make
+        for key, source in run_sources(config).items():
+            made = runs.ExpectedRun(source="builtin:smollm2-135m-instruct", steps=0, export_every_steps=0)
+            expect(runs.parse(source, key)[0], made)
+        text = report.describe(config)
     steps = f"{config.steps} steps" if config.steps else "1 pass"  # a check of the data counts its steps
     assert text.startswith(f"{config.name}: {steps} of")
     assert "Warning:" not in text

@@ -95,7 +95,7 @@ def find_stages(args: argparse.Namespace) -> list[Stage]:
             if stage.state != "new" and not weights and name in unfinished:
                 raise ConfigError(
                     f"{stage.folder} began with {source}, whose weights will be others, because {name} is not done. "
-                    f"Delete {stage.folder} (fourfold runs delete {stage.folder.name}), or set another name in "
+                    f"Delete {stage.folder} (fourfold runs delete {stage.folder}), or set another name in "
                     f"{stage.recipe}"
                 )
         if stage.state != "done":
@@ -111,7 +111,7 @@ def _stage(link: Link, args: argparse.Namespace) -> Stage:
     if args.resume is None:
         raise ConfigError(
             f"{link.file}: {folder} exists. To continue with the runs that are not done: {continue_command(args)}. To "
-            f"begin again, delete it (fourfold runs delete {link.config.name}) or set another name"
+            f"begin again, delete it (fourfold runs delete {folder}) or set another name"
         )
     config = configuration.load(file, args.set)
     if changes := _changes(config, link.config):

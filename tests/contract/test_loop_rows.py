@@ -333,16 +333,6 @@ async def test_a_second_run_of_the_recipe_computes_no_reference(make_rows: Calla
     await stage.close()
 
 
-def test_the_check_of_the_data_counts_the_steps_and_describes_the_rows(tmp_path: Path) -> None:
-    found = Preflight(row_config(tmp_path, steps=0))
-    check_data(found)
-    assert found.config.steps == 6
-    note, *_ = found.notes["data"]
-    assert "10 rows of the form completion; kept 10, dropped none. 10 samples with" in note
-    with pytest.raises(ConfigError, match=r"were dropped as TOO_LONG.*At most 5% may be"):
-        check_data(Preflight(row_config(tmp_path, steps=0, system_prompt="x " * 100, chat=True, end="token")))
-
-
 @pytest.mark.parametrize(
     ("keys", "steps", "error"),
     [

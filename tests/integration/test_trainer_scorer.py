@@ -71,7 +71,7 @@ async def test_scores_are_those_of_transformers_and_of_the_reward_service(
     llama = tiny_model("llama", 0, "float32")
     tables = '[algorithm]\npreset = "reward-model"\n[algorithm.loss]\nkind = "bradley-terry"\ncenter_coef = 0.01'
     trainer = Service(
-        llama, tmp_path, ranks=2, dtype="float32", timeout=120, samples="rows_per_step = 12", tables=tables
+        llama, tmp_path, ranks=2, dtype="float32", timeout=120, samples="rows_per_step = 6", tables=tables
     )
     pad = int(json.loads((llama / "config.json").read_text())["pad_token_id"])
     seen = pairs(9, pad)

@@ -31,7 +31,8 @@ from fourfold.sample.columns import Samples
 from fourfold_trainer.checkpoint.store import layout_of
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.metrics import summarise
-from fourfold_trainer.step.micro_batches import Compute, add_gradient, compute_per_token, forward_all
+from fourfold_trainer.step.forward import forward_all
+from fourfold_trainer.step.micro_batches import Compute, add_gradient, compute_per_token
 from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step

@@ -12,7 +12,8 @@ import transformers
 
 from fourfold.config import LoraConfig
 from fourfold.nn import forward
-from fourfold.nn.batching import pack, scored_rows
+from fourfold.nn.batching import pack
+from fourfold.nn.scores import scored_rows
 from fourfold_trainer.zero.lora import LoraAdapters
 from tests.support.tiny_models import write_tiny_model
 

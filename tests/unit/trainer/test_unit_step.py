@@ -26,8 +26,9 @@ from fourfold.sample.mismatched import mismatched
 from fourfold_trainer.batches import UnitBatch, dummy_unit_batch, from_arrays, to_arrays
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.batch import TrainBatch, check_samples
+from fourfold_trainer.step.forward import forward_all
 from fourfold_trainer.step.loss_units import tail_factors
-from fourfold_trainer.step.micro_batches import forward_all, mini_batches
+from fourfold_trainer.step.micro_batches import mini_batches
 from fourfold_trainer.step.reference import compute_reference
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from fourfold.arrays import Float32Array, Int32Array
 from fourfold.nn import attention
-from fourfold.nn.batching import scored_rows, split_by_tokens
+from fourfold.nn.batching import split_by_tokens
+from fourfold.nn.scores import scored_rows
 from fourfold.nn.sequence import to_device
 
 _PROBE_LENGTHS: Final = (5, 8, 1)

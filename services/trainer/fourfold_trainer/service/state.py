@@ -38,7 +38,7 @@ from fourfold_trainer.step import accumulation
 from fourfold_trainer.step import train_step as steps
 from fourfold_trainer.step.accumulation import PendingGradient
 from fourfold_trainer.step.batch import check_samples
-from fourfold_trainer.step.micro_batches import Forward, forward_all
+from fourfold_trainer.step.forward import Forward, forward_all
 from fourfold_trainer.step.reference import compute_reference
 from fourfold_trainer.step.shadow import compare_gradients
 

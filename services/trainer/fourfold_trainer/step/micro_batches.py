@@ -7,8 +7,6 @@ weight is 0. With sequence parallelism, "rank" is a group of ranks that share ev
     compute_per_token    a number for each target token, from the policy or the critic
     compute_old_logprobs log-probabilities before the first update, from its micro-batches
     compute_as_updates   the same, with entropies if they are asked for
-    forward_all          log-probability, entropy and value of every token
-    score_all            the score of every sample, from a reward model
     add_gradient         log-probabilities; keeps the gradient of their weighted sum
     mini_batches         the samples of each optimizer step
     LossTokens           the loss tokens of every sample, made into micro-batches
@@ -28,12 +26,10 @@ from numpy.typing import NDArray
 from fourfold.algorithm import aggregation
 from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array, Int64Array
 from fourfold.config.schema import Config
-from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
 from fourfold.sample.columns import Samples
 from fourfold_trainer import batches
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
-from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import TrainBatch
 
@@ -42,7 +38,6 @@ T = TypeVar("T")
 # A pass without gradients keeps the activations of one layer, and so takes more tokens in the same memory: not so
 # where gradient checkpointing lets a pass with gradients keep no more.
 _NO_GRADIENT_FACTOR: Final = 4
-_NAN: Final = np.full(1, np.nan, np.float32)
 
 Compute: TypeAlias = Callable[[Sequence[Sequence[TokenBatch]]], list[list[Float32Array]]]
 """A method of the engine: returns a number, or a row of them, for each target token of each rank's batches."""
@@ -68,59 +63,6 @@ def compute_per_token(
     shares = _split(samples, asked, config, ranks=ranks or config.trainer.data_parallel_size, gradient=False)
     make = partial(pack_tokens, samples, positions)
     return _run(compute, fill(shares, make, batches.dummy_tokens()), shares, counts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Forward:
-    """Outputs of the models for every token, float32 [n] per sample; the first is NaN. Empty: there are none."""
-
-    logprobs: list[Float32Array]
-    entropies: list[Float32Array]
-    values: list[Float32Array]
-
-
-def forward_all(engine: TrainerEngine, samples: Samples, config: Config, *, entropies: bool, values: bool) -> Forward:
-    """Compute the log-probability of every token and, where asked for, entropies and values.
-
-    The values of a reward model are the scores of the samples, float32 [1] each, and it has no log-probabilities.
-
-    Raises:
-        InvalidInput: values are asked for, but there is no critic; or others of a reward model.
-    """
-    if config.algorithm.loss.trains == "scores":
-        if entropies or not values:
-            raise InvalidInput(
-                "log-probabilities or entropies are asked for, but the recipe trains a reward model; set "
-                "include_values alone, which asks for scores"
-            )
-        return Forward(logprobs=[], entropies=[], values=score_all(engine, samples, config))
-    if values and not config.algorithm.needs_critic:
-        raise InvalidInput(
-            "values are asked for, but the recipe has no critic; leave include_values out, or train one: "
-            "algorithm.advantage.kind = `gae`"
-        )
-    counts = samples.lengths - 1
-
-    def every(index: int) -> Int64Array:
-        return np.arange(1, counts[index] + 1, dtype=np.int64)
-
-    compute = partial(engine.compute_logprobs, entropies=entropies)
-    found = compute_per_token(compute, samples, every, counts, config)
-    ranks = config.critic_data_parallel_size
-    valued = compute_per_token(engine.compute_values, samples, every, counts, config, ranks=ranks) if values else []
-    return Forward(
-        logprobs=[_after_nan(row[:, 0] if entropies else row) for row in found],
-        entropies=[_after_nan(row[:, 1]) for row in found] if entropies else [],
-        values=[_after_nan(row) for row in valued],
-    )
-
-
-def score_all(engine: TrainerEngine, samples: Samples, config: Config) -> list[Float32Array]:
-    """Return the score of each sample, float32 [1], from the reward model that is trained."""
-    last = samples.lengths - 1
-    return compute_per_token(
-        engine.compute_logprobs, samples, lambda i: last[i : i + 1], np.ones(len(last), np.int64), config
-    )
 
 
 def add_gradient(
@@ -434,7 +376,3 @@ def _numbered(ids: Int64Array) -> Int32Array:
     """Return 0 for the first id and those equal to it, 1 for the next, and so on."""
     numbers: dict[int, int] = {}
     return np.array([numbers.setdefault(i, len(numbers)) for i in ids.tolist()], np.int32)
-
-
-def _after_nan(row: Float32Array) -> Float32Array:
-    return np.concatenate([_NAN, row])

@@ -15,7 +15,8 @@ from torch import Tensor
 from fourfold.config import Config
 from fourfold.errors import Unavailable
 from fourfold.nn import forward, router
-from fourfold.nn.batching import TokenBatch, scored_rows
+from fourfold.nn.batching import TokenBatch
+from fourfold.nn.scores import scored_rows
 from fourfold.nn.sequence import Exchange
 from fourfold.weights.source.base import ParameterSource, WeightSource
 from fourfold.weights.source.dense import DenseSource

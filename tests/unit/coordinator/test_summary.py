@@ -63,6 +63,8 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "What is 3 * 4?" in text and "I think it is 34," in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
     assert text.endswith(f"Chat with the model: {program()} chat {tmp_path}")
+    scorer = "\n".join(summary_lines({**report, "reward_model": True}, tmp_path))
+    assert scorer.endswith(f'[reward] model = "{tmp_path}/model"') and "Chat" not in scorer
     assert summary_lines(report, Path("my run"))[-1].endswith(" chat 'my run'")
 
 

@@ -126,6 +126,11 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
             f"checkpoint.export_every_steps; {way_to_export(run_dir)}"
         )
     config = configuration.load(run_dir / CONFIG_FILE)
+    if config.algorithm.loss.trains == "scores":
+        raise ConfigError(
+            f"{run_dir} trained a reward model, which scores texts and writes none; use it in the recipe of another "
+            f'run: [reward] model = "{model}"'
+        )
     args.chat, args.stop_token_ids = config.data.chat, config.sampling.stop_token_ids
     args.date = configuration.fix_date(config, run_dir).data.date
     args.max_context = max(config.model.max_context_tokens, _MAX_CONTEXT)

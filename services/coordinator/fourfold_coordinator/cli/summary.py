@@ -53,6 +53,8 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
+    if report.get("reward_model"):
+        return [*lines, "", f'Score answers with it, in the recipe of another run: [reward] model = "{run_dir}/model"']
     return [*lines, "", f"Chat with the model: {program()} chat {shlex.quote(str(run_dir))}"]
 
 

@@ -33,6 +33,7 @@ report.json (times in seconds, sizes in bytes):
     policy_version, model        of the last weights; folder of the export
     model_ema                    folder of the export of their moving average, or null
     critic                       folder of the export of the critic, or null
+    reward_model                 true if the model scores texts and writes none
     distance                     from the newest finished run with the same recipe in runs/, or null (`compare`)
 """
 
@@ -215,6 +216,7 @@ def build(
         "model": model,
         "model_ema": model_ema,
         "critic": critic,
+        "reward_model": config.algorithm.loss.trains == "scores",
         "answers_before": before.answers if before else [],
         "answers_after": after.answers if after else [],
     }

@@ -39,7 +39,8 @@ from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.flops import speed
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.batch import TrainBatch
-from fourfold_trainer.step.micro_batches import compute_old_logprobs, forward_all
+from fourfold_trainer.step.forward import forward_all
+from fourfold_trainer.step.micro_batches import compute_old_logprobs
 from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.train_step import train_step
 

@@ -120,7 +120,7 @@ def check_run_sources(config: Config) -> list[str]:
     """
     warnings = []
     for key, source in run_sources(config).items():
-        folder, policy = model_folder.resolve(source, key), model_folder.resolve(config.model.source)
+        folder, policy = model_folder.resolve(source, key=key), model_folder.resolve(config.model.source)
         if key == "critic.source" and _vocabulary(folder) != _vocabulary(policy):
             raise ConfigError(
                 f"{key} = {source!r} has another tokenizer.json than model.source = {config.model.source!r}, whose "

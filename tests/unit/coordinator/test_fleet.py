@@ -484,7 +484,7 @@ def test_bad_input_of_run_is_refused_before_anything_starts(
         (good + "\n[rolout]\n", ["r.toml"], 1, "rolout: no such key. Did you mean `rollout`?"),
         (good.replace("builtin:smollm2-135m-instruct", "gone"), ["r.toml"], 1, "model.source = 'gone': no such folder"),
         (shared, ["r.toml"], 1, "trainer.sequence_parallel_size = 2 does not divide the 9 attention heads"),
-        (good, [], 2, "give a recipe, or --resume RUN_DIR"),
+        (good, [], 2, "give recipes, or --resume RUN_DIR"),
         (good, ["nowhere.toml"], 1, "nowhere.toml: cannot read the recipe"),
         (good, ["--resume", "nowhere"], 1, "nowhere: not the folder of a run"),
         (good, ["--resume", "nowhere", "--name", "x"], 1, "--name and --resume exclude each other"),

@@ -12,7 +12,6 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.config.rows import ROW_PRESETS
 from fourfold.errors import ConfigError
 from fourfold.host.program import program
 from fourfold.plan.preflight import check_recipe
@@ -152,9 +151,10 @@ WORDS: Final = "It is a long story with more words than a verifier compares."
     ],
 )
 def test_rows_with_answers_get_a_recipe_that_trains_on_them(row: dict[str, Any], preset: str) -> None:
-    write("rows.jsonl", [json.loads(json.dumps(row).replace("N", str(n))) for n in range(60)])
-    if preset not in ROW_PRESETS:
-        pytest.skip(f"no preset {preset} reads such rows yet")
+    rows = [json.loads(json.dumps(row).replace("N", str(n))) for n in range(60)]
+    for found_row in rows[::2] if "label" in row else []:
+        found_row["label"] = False
+    write("rows.jsonl", rows)
     config = call("--data", "rows.jsonl", "--yes")
     assert (config.algorithm.preset, config.data.passes, config.batch.rows_per_step) == (preset, 1, 15)
     found = check_recipe(config, Path("mine.toml"))

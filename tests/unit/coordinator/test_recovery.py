@@ -230,7 +230,7 @@ async def taken_over(folder: Path, ledger: Ledger, status: TrainerStatus, known:
 
 def test_ready_samples_of_a_folder_without_the_keys_of_rows_are_kept() -> None:
     tables = CONFIG.model_dump(mode="json")
-    later = {"data": RowKeys.model_fields, "batch": ["rows_per_step"], "algorithm": ["sft_coef"]}
+    later = {"data": [*RowKeys.model_fields, "chat_template"], "batch": ["rows_per_step"], "algorithm": ["sft_coef"]}
     for table, keys in {**later, "trainer": ["warmup_share"]}.items():
         tables[table] = {key: value for key, value in tables[table].items() if key not in keys}
     of_samples = {key: value for key, value in tables.items() if recovery._NOT_OF_SAMPLES.get(key) is not True}

@@ -36,7 +36,7 @@ class CountedRows:
         assert self.gate.wait(10)
         first, self.position = self.position, self.position + 2
         samples = (made.row(), made.row())
-        return RowBatch(samples=samples, first_position=first, next_position=self.position)
+        return RowBatch(samples=samples, slots=(0, 0), first_position=first, next_position=self.position)
 
 
 async def resume(feed: RowFeed, position: int) -> None:

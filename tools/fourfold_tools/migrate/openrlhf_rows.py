@@ -120,7 +120,7 @@ def convert(draft: Draft, options: Options, launcher: str) -> None:
     draft.set("batch.rows_per_step", rows, "train.batch_size")
     draft.set("model.max_context_tokens", context, "data.max_len")
     draft.set("data.too_long", "cut", "data.max_len")
-    if flags["data.apply_chat_template"]:
+    if flags["data.apply_chat_template"] and "ds.value_head_prefix" not in flags.table:
         draft.set("data.end", "token", note="OpenRLHF ends each row so")
     longest = 2 * context if "data.chosen_key" in flags.table else context  # a pair stays in one micro-batch
     wanted, names = micro * longest * shared.sequence_parallel(draft), ("train.micro_batch_size", "data.max_len")

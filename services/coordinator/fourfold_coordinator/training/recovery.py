@@ -266,6 +266,8 @@ def _recipe_sha256(config: Config) -> str:
     such keys.
     """
     recipe = config.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
+    if not config.data.chat_template:
+        del recipe["data"]["chat_template"]  # folders of earlier releases have none
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 

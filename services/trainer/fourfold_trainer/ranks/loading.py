@@ -44,6 +44,6 @@ def make_worker(
         make = DeepSpeedScorer if config.algorithm.loss.trains == "scores" else DeepSpeedPolicy
         policy = make(config, model_folder, rank=rank, rank_count=rank_count, exchange=exchange)
     if place.holds != "policy":
-        source = folder.resolve(config.critic.source, "critic.source") if config.critic.source else model_folder
+        source = folder.resolve(config.critic.source, key="critic.source") if config.critic.source else model_folder
         critic = DeepSpeedCritic(config, source, rank=rank, gpu=place.gpu, exchange=exchange)
     return RankWorker(config, policy, critic, rank=rank, rank_count=rank_count, run_dir=run_dir, file_group=file_group)

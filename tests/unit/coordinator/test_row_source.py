@@ -138,6 +138,7 @@ def test_samples_have_what_a_trainer_reads(store: Callable[..., TokenStore]) -> 
         ({"prompt": "q", "completion": "a"}, Form.COMPLETION, {}, 1.0),
         ({"prompt": "q", "completion": "a", "w": 0.25}, Form.COMPLETION, {"weight_field": "w"}, 0.25),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, Form.PAIRS, {}, 1.0),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0}, Form.PAIRS, {}, 2.0**-100),
         ({"prompt": "q", "completion": "a", "label": False}, Form.LABELLED, {}, 0.0),
         ({"prompt": "q", "completions": ["a"], "labels": [1]}, Form.STEPS, {}, None),
     ],

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from fourfold.algorithm.losses.bradley_terry import BradleyTerryLoss
 from fourfold.config.schema import Config
 from fourfold.config.sources import DataSourceConfig
 from fourfold.errors import ConfigError
@@ -108,6 +109,12 @@ def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer
         raise ConfigError(
             f"{store.meta.source}: a {unit} has {store.meta.longest_unit:,} tokens, and batch.tokens_per_micro_batch = "
             f"{config.batch.tokens_per_micro_batch:,} must hold it whole; raise it, or lower model.max_context_tokens"
+        )
+    loss, without = config.algorithm.loss, store.index["row"][np.isnan(store.index["value"])]
+    if isinstance(loss, BradleyTerryLoss) and loss.margin and len(without):
+        raise ConfigError(
+            f"{store.meta.source}, row {without[0]}: it has no margin, and algorithm.loss.margin = true subtracts one; "
+            f"add a column `margin` with a number that is at least 0, or set algorithm.loss.margin = false"
         )
     return store
 

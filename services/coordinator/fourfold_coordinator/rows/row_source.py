@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from .store import StoredSample, TokenStore
 
 _DEFAULT_SCORE: dict[Reads, float | None] = {"answers": 1.0, "pairs": 1.0, "labels": None, "steps": None}
 """Score of a row without a value of its own: weight 1; of the chosen answer of a pair, whose other one has 0."""
+
+_LEAST_MARGIN: Final = 2.0**-100
+"""Score of the chosen answer of a pair with a margin of 0: above that of the other one, and 0 in every sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +211,7 @@ class RowSource:
             stored, name = store.sample(i), f"{group_id}-{side}"
             sample = to_sample(stored, sample_id=name, group_id=group_id, default_score=_DEFAULT_SCORE[reads])
             if reads == "pairs":
-                sample = replace(sample, score=(sample.score or 1.0) if side == 0 else 0.0)
+                sample = replace(sample, score=max(sample.score or 0.0, _LEAST_MARGIN) if side == 0 else 0.0)
             found.append((sample, self._first_tokens[number] + int(store.index[i]["offset"])))
         return found
 

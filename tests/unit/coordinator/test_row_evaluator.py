@@ -64,7 +64,7 @@ async def test_a_pair_in_order_counts_1_and_one_of_equal_scores_half(
     evaluator = RowEvaluator([held_out], session, timeout=5, of_scores=True)
     found = await evaluator.run(step=3, version=2, engine=None, on_progress=lambda *numbers: progress.append(numbers))
     assert found is not None and found.row.score == pytest.approx((1 + 0 + 0.5 + 1) / 4)
-    assert found.row.answer_count == 4 and progress[-1] == (4, 4)
+    assert found.row.measure == "accuracy" and found.row.answer_count == 4 and progress[-1] == (4, 4)
     assert sum(session.calls) == 8 and (len(session.calls) > 4) == (tokens == 50)
     interval = found.row.sets[0].interval
     assert interval is not None and interval[0] < 0.625 < interval[1]

@@ -94,7 +94,8 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     figure = Figure(figsize=(_INCHES[0], height), dpi=120, layout="constrained")
     rows: Any = figure.subfigures(2, 1, height_ratios=[_INCHES[1], _PANEL_INCHES]) if panels else [figure]
     reward, losses = points_of(steps, m.REWARD_MEAN), points_of(steps, m.NLL)
-    draw_scores(rows[0].subplots(), reward or losses, evals, title, measure="score" if reward or not losses else "loss")
+    measure = evals[-1].measure if evals else "loss" if losses and not reward else "score"
+    draw_scores(rows[0].subplots(), reward or losses, evals, title, measure=measure)
     if panels:
         for axes, (text, points) in zip(rows[1].subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.plot(*zip(*points, strict=True), color="tab:gray", marker=_marker(points))
@@ -133,7 +134,8 @@ def draw_scores(
         found = [(row.step, result.score) for row in evals for result in row.sets if result.name == name]
         points = [(step, -score if is_loss else score) for step, score in found]
         axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, alpha=0.7, label=name)
-    axes.set(title=title, xlabel="training steps", ylabel="loss, nats per token" if is_loss else "mean score")
+    ylabel = {"loss": "loss, nats per token", "accuracy": "accuracy on held-out pairs"}.get(measure, "mean score")
+    axes.set(title=title, xlabel="training steps", ylabel=ylabel)
     axes.grid(alpha=0.3)
     if training or evals:
         axes.legend(loc="upper right" if is_loss else "lower right")

@@ -27,6 +27,8 @@ class Example:
 
 Interval = tuple[Finite, Finite]
 """Bounds of a 95 % interval, clustered by task group."""
+Measure = Literal["score", "loss", "accuracy"]
+"""What a score is: that of scorers; minus the loss in nats per token; the share of pairs in the order of the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class SetResult:
     pass_at: tuple[AtK, ...]  # by k, ascending
     majority_at: tuple[AtK, ...]
     interval: Interval | None = None  # None also where an earlier release wrote it
-    measure: Literal["score", "loss"] = "score"  # loss: the score is minus the loss, in nats per token
+    measure: Measure = "score"
 
     @property
     def bounds(self) -> Interval | None:
@@ -110,7 +112,7 @@ class EvalRow:
         return _bounds(self.score, self.half_width, mean_of_sets(self.sets)[1] if self.sets else None)
 
     @property
-    def measure(self) -> str:
+    def measure(self) -> Measure:
         """What the score is; see `SetResult.measure`."""
         return self.sets[0].measure if self.sets else "score"
 

@@ -359,7 +359,7 @@ def answers(request: Request) -> Response:
         steps=steps,
         before=before,
         after=after,
-        of_rows=any(each.measure == "loss" for each in reader.evaluations()),
+        of_rows=any(each.measure != "score" for each in reader.evaluations()),
         rows=rows,
         results=[(name, *(found.get(name) for found in results)) for name in dict.fromkeys([*results[0], *results[1]])],
     )

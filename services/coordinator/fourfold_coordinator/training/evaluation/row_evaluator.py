@@ -17,7 +17,7 @@ from fourfold.text import format_score
 from ...routing.replica import Replica, ReplicaKey
 from ...routing.trainer_session import TrainerSession
 from ...rows.held_out import HeldOutRows
-from ...state.eval_results import EvalRow, Evaluation, SetResult, half_width, mean_of_sets
+from ...state.eval_results import EvalRow, Evaluation, Measure, SetResult, half_width, mean_of_sets
 from .estimators import clustered_interval
 
 log = logging.getLogger("fourfold.coordinator")
@@ -25,6 +25,8 @@ log = logging.getLogger("fourfold.coordinator")
 _Measured: TypeAlias = tuple[list[float], list[str], float]
 """A value for each row or pair, whose mean is the score of the set; the group of each; mean tokens of an answer."""
 
+_LOSS: Final[Measure] = "loss"
+_ACCURACY: Final[Measure] = "accuracy"
 _CALL_TOKENS: Final = 1 << 20  # of 4 bytes: a call takes at most 8 MiB
 _NOT_FINITE: Final = "NOT_FINITE"  # reason of the client for log-probabilities that are not
 
@@ -41,7 +43,7 @@ class RowEvaluator:
     ) -> None:
         """Evaluate `sets`; a call to the trainer may take `timeout` seconds. `of_scores`: it trains a reward model."""
         self._sets, self._session, self._timeout = tuple(sets), session, timeout
-        self._measure = self._accuracy if of_scores else self._loss
+        self._values, self._measure = (self._accuracy, _ACCURACY) if of_scores else (self._loss, _LOSS)
 
     async def run(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
@@ -59,8 +61,8 @@ class RowEvaluator:
             done += len(each.units)
         score, interval = mean_of_sets(results)
         count = sum(result.answer_count for result in results)
-        text = format_score(score, interval, count, measure="loss")
-        log.info("evaluation finished: step=%d held_out_loss=%s", step, text)
+        text = format_score(score, interval, count, measure=self._measure)
+        log.info("evaluation finished: step=%d held_out_%s=%s", step, self._measure, text)
         row = EvalRow(
             step=step,
             score=score,
@@ -74,7 +76,7 @@ class RowEvaluator:
 
     async def _evaluate(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> SetResult:
         began = time.monotonic()
-        values, clusters, tokens = await self._measure(held_out, on_progress)
+        values, clusters, tokens = await self._values(held_out, on_progress)
         _, interval = clustered_interval(values, clusters)
         return SetResult(
             name=held_out.name,
@@ -87,7 +89,7 @@ class RowEvaluator:
             seconds=round(time.monotonic() - began, 3),
             pass_at=(),
             majority_at=(),
-            measure="loss",
+            measure=self._measure,
         )
 
     async def _loss(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:

@@ -157,7 +157,7 @@ def _list(root: Path) -> int:
 
 def _score(row: EvalRow, step: int) -> str:
     """Return a held-out score, with its step if later ones are done."""
-    notes = [row.measure] if row.measure != "score" else []
+    notes: list[str] = [row.measure] if row.measure != "score" else []
     notes += [f"step {row.step}"] if row.step != step else []
     return format_short_score(row.score, row.answer_count, row.missing_count, *notes, measure=row.measure)
 

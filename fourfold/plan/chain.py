@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from fourfold import config as configuration
 from fourfold.config import Config
@@ -19,8 +18,6 @@ from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.plan.batch import batch_plan
 from fourfold.plan.memory import GIB, checkpoint_bytes, weight_bytes
 from fourfold.plan.models import model_sizes
-
-_SCORER_LOSSES: Final = ("bradley-terry",)  # a run with such a loss exports a model that returns a score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +59,7 @@ def check_order(links: Sequence[Link]) -> None:
             if (made := names.index(needed)) >= position:
                 after = "this recipe makes it itself" if made == position else f"{links[made].file} makes it later"
                 raise ConfigError(f"{what}: {after}; name the recipe that makes it before this one")
-            scores = links[made].config.algorithm.loss.kind in _SCORER_LOSSES
+            scores = links[made].config.algorithm.loss.trains == "scores"
             if key == "model.source" and scores:
                 raise ConfigError(f"{what}: {links[made].file} makes a reward model; name a run of a language model")
             if key.startswith("reward.") and not scores:

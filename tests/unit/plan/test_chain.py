@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fourfold.algorithm.losses.bradley_terry import BradleyTerryLoss
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold.model import runs
@@ -32,9 +33,7 @@ def make_link(root: Path, name: str, source: str = "base", **changes: Any) -> Li
 
 
 def as_reward_model(link: Link) -> Link:
-    algorithm = link.config.algorithm
-    loss = algorithm.loss.model_copy(update={"kind": "bradley-terry"})
-    changed = {"algorithm": algorithm.model_copy(update={"loss": loss})}
+    changed = {"algorithm": link.config.algorithm.model_copy(update={"loss": BradleyTerryLoss()})}
     return Link(file=link.file, config=link.config.model_copy(update=changed))
 
 

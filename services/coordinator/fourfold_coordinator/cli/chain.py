@@ -35,7 +35,7 @@ class Stage:
     folder: Path
     state: Literal["new", "stopped", "done"]
     link: Link
-    """What is checked and started: the recipe, or config.toml of a run that exists."""
+    """The recipe, or the config.toml of a run that exists; it is checked and started."""
 
 
 def run_chain(

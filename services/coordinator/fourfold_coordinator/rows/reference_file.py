@@ -23,6 +23,7 @@ from fourfold.arrays import Float32Array
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
+from fourfold.model.classifier import folder_digest
 from fourfold.sample import Sample
 
 from .open_rows import cache_folder
@@ -110,14 +111,9 @@ def reference_path(config: Config, rows: RowSource) -> Path:
     That is the model, the rows with their order, and the sizes that decide which samples share a micro-batch. Reads the
     whole model: call it in a thread.
     """
-    folder = model_folder.resolve(config.model.source)
-    weights = {}
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        with path.open("rb") as file:
-            weights[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     parts = {
         "version": FORMAT_VERSION,
-        "weights": weights,
+        "weights": folder_digest(model_folder.resolve(config.model.source)),
         "model": config.model.model_dump(mode="json", exclude={"source"}),
         "batch": config.batch.model_dump(mode="json"),
         "trainer": config.trainer.model_dump(mode="json", include=set(_TRAINER_KEYS)),

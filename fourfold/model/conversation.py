@@ -92,18 +92,6 @@ class EncodedAnswer:
         return mask
 
 
-def encode_answer(
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]],
-    tokenizer: Tokenizer,
-    rule: EncodingRule,
-    *,
-    answers_from: int = 0,
-) -> list[EncodedAnswer]:
-    """Return the samples of a conversation as tokens: `encode_rendered` of `render_answers`, with their errors."""
-    return encode_rendered(render_answers(messages, tools, tokenizer, rule, answers_from=answers_from), tokenizer)
-
-
 def render_answers(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]],
@@ -176,22 +164,13 @@ def scored_plain(prompt: str, answer: str, tokenizer: Tokenizer) -> RenderedAnsw
     return RenderedAnswer(pieces=(Piece(prompt + tokenizer.escape(answer)),), plain=True)
 
 
-def encode_rendered(answers: Sequence[RenderedAnswer], tokenizer: Tokenizer) -> list[EncodedAnswer]:
-    """Return samples as tokens, encoded in one batch on all cores.
-
-    Raises:
-        InvalidInput: an answer does not end with an end token of the model, which would train it never to stop.
-    """
-    encoded = list[EncodedAnswer]()
-    for one in encode_each(answers, tokenizer):
-        if isinstance(one, InvalidInput):
-            raise one
-        encoded.append(one)
-    return encoded
-
-
 def encode_each(answers: Sequence[RenderedAnswer], tokenizer: Tokenizer) -> Iterator[EncodedAnswer | InvalidInput]:
-    """Encode all samples at once; yield each, or the error that `encode_rendered` would raise for it."""
+    """Encode samples in one batch, on all cores.
+
+    Yields:
+        Each sample as tokens; or InvalidInput, if an answer does not end with an end token of the model, which would
+        train it never to stop.
+    """
     first = {plain: [a.pieces[0].text for a in answers if a.plain == plain] for plain in (False, True)}
     encoded = {plain: iter(tokenizer.encode_batch(texts, add_special=plain)) for plain, texts in first.items()}
     rest = iter(tokenizer.encode_batch([piece.text for a in answers for piece in a.pieces[1:]]))

@@ -10,6 +10,8 @@ from typing import Final
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from fourfold.errors import InvalidInput
+from fourfold.model.conversation import EncodedAnswer, RenderedAnswer, encode_each
 from fourfold.model.tokenizer import Tokenizer
 
 SPECIAL: Final = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>", "<|eot|>")
@@ -167,3 +169,13 @@ def write_tokenizer(folder: Path, template: str, config: Mapping[str, str], spec
     library.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def encode_rendered(answers: Sequence[RenderedAnswer], tokenizer: Tokenizer) -> list[EncodedAnswer]:
+    """Return samples as tokens; raise the error of the first that has one."""
+    encoded = list[EncodedAnswer]()
+    for one in encode_each(answers, tokenizer):
+        if isinstance(one, InvalidInput):
+            raise one
+        encoded.append(one)
+    return encoded

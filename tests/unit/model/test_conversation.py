@@ -13,14 +13,12 @@ from fourfold.errors import InvalidInput
 from fourfold.model.conversation import (
     EncodedAnswer,
     EncodingRule,
-    encode_answer,
-    encode_rendered,
     plain_answer,
     render_answers,
     steps_answer,
 )
 from fourfold.model.tokenizer import Tokenizer
-from tests.support.chat_templates import write_tokenizer
+from tests.support.chat_templates import encode_rendered, write_tokenizer
 from tests.support.template_shapes import SHAPES
 
 # The end token of each, and whether earlier turns of two are written as they were when they were the last.
@@ -92,7 +90,8 @@ def load(tmp_path: Path) -> Callable[..., Tokenizer]:
 
 
 def encode(tokenizer: Tokenizer, messages: Any, answers_from: int = 0, **rule: Any) -> list[EncodedAnswer]:
-    return encode_answer(messages, [], tokenizer, EncodingRule(**rule), answers_from=answers_from)
+    answers = render_answers(messages, [], tokenizer, EncodingRule(**rule), answers_from=answers_from)
+    return encode_rendered(answers, tokenizer)
 
 
 def losses(tokenizer: Tokenizer, answer: EncodedAnswer) -> list[str]:

@@ -46,8 +46,6 @@ from .progress import EncodingProgress
 
 FORMAT_VERSION: Final = 1
 META_FILE: Final = "meta.json"
-MAX_DROPPED: Final = 0.05
-"""Share of rows that may be left out for one reason: the default of data.max_dropped."""
 _BLOCK_ROWS: Final = 2000  # about 40 MB of Python objects with 500 tokens each
 _SHOWN_ROWS: Final = 5  # of each reason
 _SCARCE_LABELS: Final = 0.02
@@ -238,7 +236,7 @@ def store_digest(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def check_dropped(meta: StoreMeta, max_dropped: float = MAX_DROPPED) -> None:
+def check_dropped(meta: StoreMeta, max_dropped: float) -> None:
     """Raise ConfigError when more than a share of the rows was dropped for one reason, or no row is left."""
     for reason, count in meta.dropped.items():
         if count > max_dropped * meta.rows or not meta.samples:

@@ -202,7 +202,13 @@ def test_a_pair_of_several_turns_is_compared_only_if_asked() -> None:
         ([{"a": 1, "b": "x", "c": "y"}], "pairs", r"columns a, b, c; the loss reads pairs.*chosen_field"),
         ([{"a": 1}], None, r"columns a; these need `messages`.*data\.prompt_field"),
         ([{"messages": CHAT}], "labels", r"data\.label_field"),
-        ([{"messages": CHAT}], "steps", r"data\.step_marker"),
+        ([{"messages": CHAT}], "steps", r"the loss reads steps, and these need `prompt`, `completions` and `labels`"),
+        (
+            [{"prompt": "q", "chosen": CHAT, "rejected": [*CHAT[:1], reply("b")]}],
+            "answers",
+            r"are those of pairs, and the loss reads answers; set a preset .*data\.form = \"text\"",
+        ),
+        ([{"prompt": "q", "completions": ["s"], "labels": [True]}], "answers", r"are those of steps, and the loss"),
         ([{"messages": CHAT, "conversations": CHAT}], "answers", r"messages and conversations; .*messages_field"),
         (
             [{"messages": CHAT, "prompt": "q", "completion": "a"}],

@@ -64,16 +64,27 @@ def recognise(rows: Sequence[Row], fields: RowFields, reads: Reads | None = None
                 f"the rows have the columns {_names(columns)}, which fit the forms {' and '.join(fitting)}; choose one "
                 f'with data.form, such as data.form = "{fitting[0]}"'
             )
+        if fitting == [Form.TEXT] and _text_column(columns, fields) not in ("text", fields.answer_field):
+            _check_only_text(columns, fields)
         if fitting:
             return fitting[0]
     needs = {
         "pairs": "`chosen` and `rejected` (data.chosen_field, data.rejected_field)",
         "labels": "`label` (data.label_field) beside `messages`, or beside `prompt` and `completion`",
-        "steps": "`prompt`, `completions` and `labels`; or a text and `label` with data.step_marker",
+        "steps": "`prompt`, `completions` and `labels`",
     }.get(reads or "", "`messages` (data.messages_field), or `prompt` and `completion` (data.prompt_field and "
           "data.answer_field), or `text`")  # fmt: skip
     what = f"the loss reads {reads}, and these" if reads else "these"
     raise ConfigError(f"the rows have the columns {_names(columns)}; {what} need {needs}")
+
+
+def _check_only_text(columns: Row, fields: RowFields) -> None:
+    """Refuse to take the only column with texts as the text of rows that have another form, such as their prompt."""
+    if other := next((form for form in Form if READS[form] != "answers" and _FITS[form](columns, fields)), None):
+        raise ConfigError(
+            f"the rows have the columns {_names(columns)}, which are those of {READS[other]}, and the loss reads "
+            f'answers; set a preset that reads {READS[other]}, or train on their texts with data.form = "text"'
+        )
 
 
 def normalise(row: Row, form: Form, fields: RowFields) -> NormalRow:

@@ -59,8 +59,7 @@ def answers_of(rows: Sequence[Row]) -> tuple[Form | None, list[str]]:
 
 def proposed_preset(form: Form) -> str:
     """Return a preset that reads rows of a form; empty: there is none."""
-    preset = "pretrain" if form == Form.TEXT else _PROPOSED.get(READS[form], "")
-    return preset if preset in ROW_PRESETS else ""
+    return "pretrain" if form == Form.TEXT else _PROPOSED.get(READS[form], "")
 
 
 def rows_recipe(answers: RowAnswers) -> str:

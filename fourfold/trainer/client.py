@@ -118,15 +118,28 @@ class AsyncTrainerClient(AsyncClient):
             AlreadyExists: The step was trained with other experiences.
             FourfoldError: Any other error of the trainer or of the connection.
         """
+        return await self._send_step(step, experiences, None, timeout)
+
+    async def _send_step(
+        self,
+        step: int,
+        experiences: Iterable[Sample | Experience],
+        start: asyncio.Event | None,
+        timeout: float | None,
+    ) -> pb.TrainStepResponse:
         timeout = self._seconds(timeout)
         running = self._train_step(timeout=timeout, metadata=propagation.outgoing())
         try:
             with translate_errors(peer=self.peer, name="TrainStep", timeout=timeout):
                 try:
                     items = map(_encoded, experiences)
-                    head, number = pb.TrainStepRequest(step=step), pb.TrainStepRequest.EXPERIENCES_FIELD_NUMBER
+                    head = pb.TrainStepRequest(step=step, begin=None if start is None else False)
+                    number = pb.TrainStepRequest.EXPERIENCES_FIELD_NUMBER
                     for chunk in encode_stream(head, number, items):  # the trainer refuses an empty batch
                         await running.write(chunk)
+                    if start is not None:
+                        await start.wait()
+                        await running.write(pb.TrainStepRequest(step=step, begin=True).SerializeToString())
                     await running.done_writing()
                 except asyncio.InvalidStateError:
                     pass  # The trainer answered before it read the whole batch; the response below holds its error.
@@ -358,6 +371,17 @@ def _check_step(check: ResponseCheck, step: int, *, wanted: int | None = None) -
 
 def _encoded(item: Sample | Experience) -> Sequence[Buffer]:
     return encode_parts(item) if isinstance(item, Sample) else [item.SerializeToString()]
+
+
+async def train_step_ahead(
+    client: AsyncTrainerClient, step: int, samples: Iterable[Sample], start: asyncio.Event, *, timeout: float
+) -> pb.TrainStepResponse:
+    """Send a step while the trainer works on the one before it, and train it when `start` is set.
+
+    Arguments and errors are those of `AsyncTrainerClient.train_step`. Also raises WrongState if the step before is
+    neither read nor trained, or has failed.
+    """
+    return await client._send_step(step, samples, start, timeout)
 
 
 class TrainerClient(SyncClient[AsyncTrainerClient]):

@@ -16,9 +16,11 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, Unavailable
 from fourfold.plan.preflight import Preflight
 from fourfold.sample import Sample
+from fourfold.trainer.client import AsyncTrainerClient, train_step_ahead
+from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 from fourfold_coordinator.cli import run
 from fourfold_coordinator.cli.summary import report_lines
 from fourfold_coordinator.launch.fleet import services_of
@@ -156,6 +158,33 @@ async def test_the_rows_of_the_next_step_are_read_while_the_trainer_works(
     await stage.start()
     assert await stage.finish() == 0
     assert read == [1, 2, 3, 4, 5, 6, 7], "each once; after the last step there are none"
+    await stage.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_step_is_sent_while_the_one_before_is_trained(
+    make_rows: Callable[..., RowStage], monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    wanted, stage, ahead = await undisturbed(make_rows), make_rows(), list[int]()
+    send = train_step_ahead
+
+    async def note(
+        client: AsyncTrainerClient, step: int, samples: Sequence[Sample], start: asyncio.Event, *, timeout: float
+    ) -> TrainStepResponse:
+        ahead.append(step)
+        assert stage.trainer.step == step - 2, "the step before is not trained yet"
+        if refused:
+            raise Unavailable("a broken connection")
+        return await send(client, step, samples, start, timeout=timeout)
+
+    async def wait(step: int) -> None:
+        await until(lambda: ahead[-1:] == [min(step + 1, 6)])
+
+    monkeypatch.setattr("fourfold_coordinator.routing.trainer_session.train_step_ahead", note)
+    stage.trainer.on_train = wait
+    await stage.start()
+    assert await stage.finish() == 0
+    assert ahead == [2, 3, 4, 5, 6] and tokens(stage.batches) == wanted
     await stage.close()
 
 

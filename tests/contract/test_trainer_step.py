@@ -14,12 +14,14 @@ import torch
 
 from fourfold import metrics
 from fourfold.arrays import Float32Array
-from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, Unavailable, WrongState
 from fourfold.sample import Sample, VersionSpan
 from fourfold.sample.wire import encode
+from fourfold.trainer.client import train_step_ahead
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.engine import EngineFailedError
 from fourfold_trainer.service.state import TrainerCore
+from tests.fakes.stage import until
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of, sample
 from tests.fakes.trainer_service import SECONDS, Start, Trainer, config
 
@@ -68,6 +70,55 @@ async def test_the_digest_does_not_depend_on_how_the_batch_is_cut_into_messages(
         await call.write(pb.TrainStepRequest(step=1, experiences=[encode(one)]))
     await call.done_writing()
     assert await call == first
+
+
+async def test_the_next_step_is_read_while_a_step_is_trained_and_begins_when_its_stream_ends(
+    trainer: Trainer,
+) -> None:
+    trainer.engine.gate.clear()
+    first = asyncio.create_task(trainer.train(1, USEFUL))
+    assert await asyncio.to_thread(trainer.engine.entered.wait, SECONDS)
+    start, at_once, second = asyncio.Event(), asyncio.Event(), group_of([0, 1])
+    at_once.set()
+    ahead = asyncio.create_task(train_step_ahead(trainer.client, 2, second, start, timeout=SECONDS))
+    await until(lambda: trainer.servicer.admitted == {1, 2})
+    with pytest.raises(Overloaded, match="another TrainStep, of step 1"):
+        await train_step_ahead(trainer.client, 2, second, at_once, timeout=SECONDS)
+    for step in (2, 3):
+        with pytest.raises(WrongState, match=f"step {step} cannot be trained"):
+            await trainer.train(step, second)
+    trainer.engine.gate.set()
+    assert (await first).step == 1
+    assert (await trainer.status()).step == 1 and not ahead.done(), "the caller has not begun it"
+    start.set()
+    assert (await ahead).step == 2 and trainer.engine.updates == 2
+    assert await trainer.train(2, second) == await ahead
+
+
+async def test_a_batch_whose_caller_died_before_its_begin_is_not_trained(trainer: Trainer) -> None:
+    call = trainer.stub.TrainStep(timeout=SECONDS)
+    await call.write(pb.TrainStepRequest(step=1, experiences=[encode(one) for one in USEFUL], begin=False))
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError, match="the batch of step 1 ended without begin = true"):
+        await call
+    assert (await trainer.status()).step == 0
+    assert (await trainer.train(1, USEFUL)).step == 1
+
+
+async def test_a_step_whose_predecessor_failed_is_refused(trainer: Trainer) -> None:
+    slow = trainer.stub.TrainStep(timeout=SECONDS)
+    await slow.write(pb.TrainStepRequest(step=1, experiences=[encode(replace(USEFUL[0], score=None))]))
+    await until(lambda: trainer.servicer.admitted == {1})
+    start = asyncio.Event()
+    ahead = asyncio.create_task(train_step_ahead(trainer.client, 2, USEFUL, start, timeout=SECONDS))
+    await until(lambda: trainer.servicer.admitted == {1, 2})
+    await slow.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError, match="has no score"):
+        await slow
+    start.set()
+    with pytest.raises(WrongState, match="step 2 cannot be trained; the trainer is at step 0: send 1"):
+        await ahead
+    assert (await trainer.train(1, USEFUL)).step == 1
 
 
 async def test_the_same_step_with_another_batch_is_refused(trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import AlreadyExists, NotFound, StaleEpoch, Unavailable, WrongState
+from fourfold.errors import AlreadyExists, InvalidInput, NotFound, StaleEpoch, Unavailable, WrongState
 from fourfold.rpc.codec import pack_floats
 from fourfold.sample import Sample
 from fourfold.sample.wire import decode
@@ -102,7 +102,10 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self, request_iterator: AsyncIterator[trainer.TrainStepRequest], context: Context
     ) -> trainer.TrainStepResponse:
         messages = [message async for message in request_iterator]
-        step, body = messages[0].step, b"".join(m.SerializeToString(deterministic=True) for m in messages)
+        step = messages[0].step
+        body = b"".join(e.SerializeToString(deterministic=True) for m in messages for e in m.experiences)
+        if messages[0].HasField("begin") and not messages[-1].begin:
+            raise InvalidInput("the caller died")
         if self.on_train is not None:
             await self.on_train(step)
         if step == self.step and step > 0:

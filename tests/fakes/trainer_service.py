@@ -46,6 +46,7 @@ class Trainer:
 
     engine: FakeEngine
     core: TrainerCore
+    servicer: TrainerServicer
     client: AsyncTrainerClient
     weights: TrainerWeightClient
     stub: pb_grpc.TrainerServiceAsyncStub
@@ -72,11 +73,12 @@ async def trainers(serve: Serve, run_dir: Path) -> AsyncIterator[Start]:
         fatal: list[str] = []
         core = TrainerCore(config(**changes), run_dir=run_dir, make_engine=lambda: engine, fatal=fatal.append)
         cores.append(core)
+        servicer = TrainerServicer(core, tokenizer_sha256=SHA256)
         channel = await serve(
             (
                 pb.DESCRIPTOR.services_by_name["TrainerService"],
                 pb_grpc.add_TrainerServiceServicer_to_server,
-                TrainerServicer(core, tokenizer_sha256=SHA256),
+                servicer,
             ),
             (
                 weight.DESCRIPTOR.services_by_name["TrainerWeightService"],
@@ -89,6 +91,7 @@ async def trainers(serve: Serve, run_dir: Path) -> AsyncIterator[Start]:
         return Trainer(
             engine=engine,
             core=core,
+            servicer=servicer,
             client=AsyncTrainerClient(channel, peer="trainer-0"),
             weights=TrainerWeightClient(channel, peer="trainer-0"),
             stub=pb_grpc.TrainerServiceStub(channel),

@@ -226,8 +226,15 @@ class TrainStepRequest(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     EXPERIENCES_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step to train, the last one plus 1; at least 1."""
+    begin: _builtins.bool
+    """Unset: the step begins at the end of the stream. False in the first message: it begins after a
+    message with true, which is the last one, and the batch may be sent while the step before it
+    is trained. A stream that ends without true is refused with INVALID_ARGUMENT, because its
+    caller may have died.
+    """
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
         """Experiences, scored, with reference logprobs where the algorithm needs them. At least one, and
@@ -239,12 +246,15 @@ class TrainStepRequest(_message.Message):
         *,
         step: _builtins.int = ...,
         experiences: _abc.Iterable[_experience_pb2.Experience] | None = ...,
+        begin: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "begin", b"begin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "begin", b"begin", "experiences", b"experiences", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__begin: _TypeAlias = _typing.Literal["begin"]  # noqa: Y015
+    _WhichOneofArgType__begin: _TypeAlias = _typing.Literal["_begin", b"_begin"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__begin) -> _WhichOneofReturnType__begin | None: ...
 
 Global___TrainStepRequest: _TypeAlias = TrainStepRequest  # noqa: Y015
 

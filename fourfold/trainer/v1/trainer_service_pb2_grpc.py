@@ -132,8 +132,10 @@ class TrainerServiceServicer(object):
         other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
         sample that is malformed, or says that the batch is larger than the recipe's largest.
         One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
-        call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
-        changes nothing.
+        call has ended. Only the step after one that is read or trained may be sent before its
+        turn, with `begin`: it is read meanwhile, and refused with FAILED_PRECONDITION if the step
+        before it failed. DEADLINE_EXCEEDED when no message arrived for 30 s and the trainer waits
+        for a call. A refused call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,8 +54,10 @@ class TrainerServiceStub:
     other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
     sample that is malformed, or says that the batch is larger than the recipe's largest.
     One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
-    call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
-    changes nothing.
+    call has ended. Only the step after one that is read or trained may be sent before its
+    turn, with `begin`: it is read meanwhile, and refused with FAILED_PRECONDITION if the step
+    before it failed. DEADLINE_EXCEEDED when no message arrived for 30 s and the trainer waits
+    for a call. A refused call changes nothing.
     """
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]
     """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
@@ -123,8 +125,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
     sample that is malformed, or says that the batch is larger than the recipe's largest.
     One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
-    call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
-    changes nothing.
+    call has ended. Only the step after one that is read or trained may be sent before its
+    turn, with `begin`: it is read meanwhile, and refused with FAILED_PRECONDITION if the step
+    before it failed. DEADLINE_EXCEEDED when no message arrived for 30 s and the trainer waits
+    for a call. A refused call changes nothing.
     """
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
     """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
@@ -207,8 +211,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
         sample that is malformed, or says that the batch is larger than the recipe's largest.
         One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
-        call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
-        changes nothing.
+        call has ended. Only the step after one that is read or trained may be sent before its
+        turn, with `begin`: it is read meanwhile, and refused with FAILED_PRECONDITION if the step
+        before it failed. DEADLINE_EXCEEDED when no message arrived for 30 s and the trainer waits
+        for a call. A refused call changes nothing.
         """
 
     @_abc_1.abstractmethod

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import DeadlinePassed, Overloaded, PeerFault, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, FourfoldError, Overloaded, PeerFault, Unavailable, WrongState
+from fourfold.sample import Sample
+from fourfold.trainer.client import train_step_ahead
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..state.run_board import RunBoard
@@ -25,6 +28,7 @@ from .router import Router
 log = logging.getLogger("fourfold.coordinator")
 
 T = TypeVar("T")
+Experiences = Callable[[Callable[[], None]], Iterator[Sample]]
 
 SUBJECT: Final = "trainer"
 _MAX_BACKOFF_SECONDS: Final = 5.0
@@ -40,6 +44,16 @@ _WORKING: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepAhead:
+    """A step whose samples are sent, and which begins when `start` is set."""
+
+    step: int
+    replica: Replica
+    start: asyncio.Event
+    response: asyncio.Future[pb.TrainStepResponse]
+
+
 class TrainerRestarted(Unavailable):
     """The trainer is a new process."""
 
@@ -52,9 +66,11 @@ class TrainerSession:
         self.name = ""  # member id of the trainer
         self.incarnation = ""
         self.policy_version = 0  # policy version of the trainer's present weights
+        self._ahead: _StepAhead | None = None
 
     async def connect(self) -> pb.TrainerStatus:
         """Start a session with the trainer that is registered now; wait for one if there is none."""
+        self._drop_ahead()
         return await self._repeat("GetStatus", self._begin, any_process=True)
 
     async def _begin(self, replica: Replica) -> pb.TrainerStatus:
@@ -71,6 +87,75 @@ class TrainerSession:
         self.name, self.incarnation = replica.member.member_id, replica.member.incarnation
         self.policy_version = status.policy_version
         return status
+
+    def send_ahead(self, step: int, samples: Sequence[Sample]) -> None:
+        """Send the samples of a step while the one before it is trained; `train_step` then ends the stream alone.
+
+        The trainer reads and decodes them meanwhile. It begins the step when the stream ends, so that it is never
+        further ahead of the ledger than without this. Any failure here is left to `train_step`, which sends them again.
+        """
+        self._drop_ahead()
+        replicas = self._router.replicas(Role.ROLE_TRAINER)[:1]
+        if not samples or step > self._config.steps or not replicas:
+            return
+        start, timeout = asyncio.Event(), 2 * self._config.trainer.step_timeout_seconds  # for the step before, too
+        call = train_step_ahead(replicas[0].trainer, step, samples, start, timeout=timeout)
+        task = asyncio.ensure_future(replicas[0].call(call))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
+        self._ahead = _StepAhead(step=step, replica=replicas[0], start=start, response=task)
+
+    async def train_step(
+        self, step: int, experiences: Experiences, on_sent: Callable[[], None]
+    ) -> pb.TrainStepResponse:
+        """Train one step. When the response is lost, the step is sent again with the same bytes.
+
+        Args:
+            step: number of the step.
+            experiences: returns the samples, each time in the same order, and calls its argument after the last one.
+            on_sent: called when the trainer has the last one.
+
+        Raises the errors of `call`.
+        """
+        response = await self.call("TrainStep", lambda r: self._train_once(r, step, experiences, on_sent))
+        self.policy_version = response.policy_version
+        return response
+
+    async def _train_once(
+        self, replica: Replica, step: int, experiences: Experiences, on_sent: Callable[[], None]
+    ) -> pb.TrainStepResponse:
+        response = await self._train_ahead(replica, step, on_sent)
+        if response is None:
+            timeout = self._config.trainer.step_timeout_seconds
+            response = await replica.trainer.train_step(step, experiences(on_sent), timeout=timeout)
+        before = self.policy_version
+        if not before <= response.policy_version <= before + 1:  # a step makes at most one version
+            text = f"TrainStep: policy_version {response.policy_version} after {before}; it must be {before} or 1 more"
+            raise PeerFault(replica.member.peer, "BAD_VERSION", text)
+        return response
+
+    async def _train_ahead(
+        self, replica: Replica, step: int, on_sent: Callable[[], None]
+    ) -> pb.TrainStepResponse | None:
+        """Return the response to a step that this trainer was sent ahead; None if there is none, or that failed."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        try:
+            if ahead.step != step or ahead.replica is not replica:
+                return None
+            ahead.start.set()
+            on_sent()
+            return await ahead.response
+        except FourfoldError as error:
+            log.debug("Step sent again. step=%d reason=%s", step, error)
+            return None
+        finally:
+            ahead.response.cancel()
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.response.cancel()
 
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Make an idempotent call, `name` in messages, and repeat it when the response is lost.

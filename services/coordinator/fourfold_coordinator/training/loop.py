@@ -29,12 +29,12 @@ from fourfold import metrics as m
 from fourfold.config.schema import PauseMode
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import Internal, PeerFault
+from fourfold.errors import Internal
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from ..launch.run_names import CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, STEP_FOLDER
 from ..reporting import report
-from ..routing.replica import Replica, ReplicaKey
+from ..routing.replica import ReplicaKey
 from ..routing.trainer_session import TrainerRestarted
 from ..state.sample_traces import step_attributes
 from ..state.samples import StepBatch
@@ -244,12 +244,11 @@ class TrainingLoop:
         summary = asyncio.ensure_future(self._summarize(step, batch, sent))
         try:
             with self.context.router.traces.step(step, batch.sample_ids(), self.session.name) as spans:
-                response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
+                response = await self.session.train_step(step, batch.experiences, sent.set)
                 spans.set(step_attributes(response))
         finally:
             sent.set()
             batch_metrics = await summary
-        self.session.policy_version = response.policy_version
         await self.disk.write(
             self.ledger.acknowledge,
             step,
@@ -260,16 +259,6 @@ class TrainingLoop:
         self.context.router.traces.trained(batch.sample_ids(), response)
         return response, batch_metrics
 
-    async def _train_once(
-        self, replica: Replica, step: int, batch: StepBatch, on_sent: Callable[[], None]
-    ) -> TrainStepResponse:
-        response = await replica.trainer.train_step(step, batch.experiences(on_sent), timeout=self.timeout)
-        before = self.session.policy_version
-        if not before <= response.policy_version <= before + 1:  # a step makes at most one version
-            text = f"TrainStep: policy_version {response.policy_version} after {before}; it must be {before} or 1 more"
-            raise PeerFault(replica.member.peer, "BAD_VERSION", text)
-        return response
-
     async def _summarize(self, step: int, batch: StepBatch, sent: asyncio.Event) -> dict[str, float]:
         """Return the metrics of a batch, and append it to samples.jsonl, while the trainer works."""
         await sent.wait()  # encoding the batch for the trainer needs the GIL, so start after its last byte is sent
@@ -277,7 +266,7 @@ class TrainingLoop:
         # removes the lines of an untrained step.
         if batch.groups:
             await self.disk.write_in_thread(append_samples, self.context, step, batch.trajectories())
-        await self.source.look_ahead(step + 1)
+        self.session.send_ahead(step + 1, await self.source.look_ahead(step + 1))
         return await asyncio.to_thread(self.source.metrics, batch, policy_version=self.broker.version)
 
     async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:

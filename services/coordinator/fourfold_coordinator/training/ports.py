@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fourfold.config.reward import RewardConfig
 from fourfold.config.schema import AsynchronyConfig, Config, PauseMode
+from fourfold.sample import Sample
 
 from ..routing.replica import ReplicaKey, RetryBudget
 from ..state.eval_results import Evaluation
@@ -75,8 +76,11 @@ class StepSource(Protocol):
     async def take(self, step: int) -> StepBatch:
         """Wait for the batch of a step, and take it; raise WrongState if there is nothing to train on."""
 
-    async def look_ahead(self, step: int) -> None:
-        """Prepare the batch of a step while the one before it is trained, if no engine makes it."""
+    async def look_ahead(self, step: int) -> Sequence[Sample]:
+        """Return the samples of a step while the one before it is trained; none if it is not known what they will be.
+
+        `take` returns the same samples.
+        """
 
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Note that the batch that was taken last is trained, and that engines sample `version`; wake `run`.

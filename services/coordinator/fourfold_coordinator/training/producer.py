@@ -33,6 +33,7 @@ from typing import Final
 from fourfold import metrics as m
 from fourfold.config.schema import AsynchronyConfig
 from fourfold.errors import WrongState
+from fourfold.sample import Sample
 
 from ..data.curriculum import Curriculum, ScoredAttempt
 from ..reporting.batch_metrics import compute_batch_metrics
@@ -114,8 +115,9 @@ class GroupProducer:
         """Whether groups are in generation or scoring."""
         return self._running > 0
 
-    async def look_ahead(self, step: int) -> None:
-        """Do nothing: `run` makes groups in advance, as far as the lag limit allows."""
+    async def look_ahead(self, step: int) -> Sequence[Sample]:
+        """Return nothing: which groups a step has is not known before it is taken."""
+        return ()
 
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """See `StepSource`. The loop calls it when the engines sample, and again at the end of a step.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from fourfold import metrics as m
 from fourfold.config.schema import AsynchronyConfig
 from fourfold.errors import WrongState
 from fourfold.host.cancellation import completed
+from fourfold.sample import Sample
 
 from ..rows.row_source import RowBatch, RowSource
 from ..state.run_position import RunPosition
@@ -53,11 +55,13 @@ class RowFeed:
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Do nothing: no sample waits for new weights."""
 
-    async def look_ahead(self, step: int) -> None:
-        """Read the rows of a step, which `take` returns without a wait."""
+    async def look_ahead(self, step: int) -> Sequence[Sample]:
+        """Read the rows of a step, which `take` then returns without a wait; none: all passes are done."""
         if step not in self._ahead:
             # A cancelled call ends after its thread, which would otherwise move the position after a `resume`.
             self._ahead = {step: await completed(asyncio.to_thread(self._rows.take, step))}
+        found = self._ahead[step]
+        return () if found is None else found.samples
 
     async def take(self, step: int) -> StepBatch:
         """Take the rows of a step; raise WrongState when all passes are done, which `steps` then exceeds."""

@@ -1,7 +1,8 @@
-"""Reads the stream of a TrainStep: one stream at a time, and never more in memory than the recipe's largest batch.
+"""Reads the streams of TrainStep, and never keeps more in memory than two of the recipe's largest batches.
 
 first message    the servicer checks its step against the trainer's state, and refuses any other step
-admission        a second stream is refused until the first one has its answer or its caller is gone
+admission        one stream of the step in turn, and one of the step after it, which waits until the first has its
+                 answer; others are refused
 every message    decoded while the next one travels; counted against the limits of the recipe
 """
 
@@ -33,53 +34,62 @@ Decode = Callable[[Experience], Sample]
 
 
 class StreamAdmission:
-    """Admits one stream at a time. Use it on the event loop only."""
+    """Admits two streams at a time, of different steps. Use it on the event loop only."""
 
     def __init__(self) -> None:
-        self._step = 0  # of the admitted stream; 0: no stream is admitted
+        self.steps: set[int] = set()
+        """Steps of the admitted streams."""
 
     @contextmanager
     def enter(self, step: int) -> Iterator[None]:
-        """Admit a stream while the block runs. Raises Overloaded if another one is admitted."""
-        if self._step:
+        """Admit a stream while the block runs. Raises Overloaded if another one of this step is, or two others."""
+        if step in self.steps or len(self.steps) > 1:
             raise Overloaded(
-                f"another TrainStep, of step {self._step}, is being read or trained; one is taken at a time: try again "
-                f"when it has its answer",
+                f"another TrainStep, of step {min(self.steps)}, is being read or trained; one is taken at a time, and "
+                f"the step after it: try again when it has its answer",
                 reason="TRAIN_STEP_RUNNING",
                 retry_after=1.0,
             )
-        self._step = step
+        self.steps.add(step)
         try:
             yield
         finally:
-            self._step = 0
+            self.steps.remove(step)
 
 
 async def read_messages(
-    stream: AsyncIterator[pb.TrainStepRequest], *, timeout: float
+    stream: AsyncIterator[pb.TrainStepRequest], *, timeout: float, may_wait: Callable[[], bool] = lambda: False
 ) -> AsyncGenerator[pb.TrainStepRequest, None]:
-    """Yield the messages of a call.
+    """Yield the messages of a call. While `may_wait`, a pause between two of them is no fault of the caller.
 
     Raises:
         DeadlinePassed: no message came for 30 s, or the whole batch did not come within `timeout` seconds.
     """
     end = time.monotonic() + timeout
     while True:
-        left = end - time.monotonic()
+        message = asyncio.ensure_future(anext(stream, None))
         try:
-            async with asyncio.timeout(min(left, _IDLE_SECONDS)):
-                request = await anext(stream, None)
-        except TimeoutError:
-            late = f"no message of the batch came for {_IDLE_SECONDS:g} s; send the whole batch without a pause"
-            if left < _IDLE_SECONDS:
-                late = (
-                    f"the batch did not arrive within trainer.step_timeout_seconds = {timeout:g}; send it faster, or "
-                    f"raise the limit"
-                )
-            raise DeadlinePassed(late) from None
+            # A read of gRPC that was cancelled cannot be repeated, so one read may see many pauses.
+            while not message.done():
+                left = end - time.monotonic()
+                done, _ = await asyncio.wait({message}, timeout=max(min(left, _IDLE_SECONDS), 0.0))
+                if not done and (left < _IDLE_SECONDS or not may_wait()):
+                    raise DeadlinePassed(_late(left, timeout))
+            request = message.result()
+        finally:
+            message.cancel()
         if request is None:
             return
         yield request
+
+
+def _late(left: float, timeout: float) -> str:
+    if left < _IDLE_SECONDS:
+        return (
+            f"the batch did not arrive within trainer.step_timeout_seconds = {timeout:g}; send it faster, or raise the "
+            f"limit"
+        )
+    return f"no message of the batch came for {_IDLE_SECONDS:g} s; send the whole batch without a pause"
 
 
 class IncomingBatch:

@@ -48,6 +48,11 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._admission = batch_stream.StreamAdmission()
         self.tokenizer_sha256 = tokenizer_sha256  # 32 bytes; empty until the model folder is known
 
+    @property
+    def admitted(self) -> set[int]:
+        """Steps whose batches are read or trained."""
+        return self._admission.steps
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(status=self._status(self._core.status()), contract_version=CONTRACT_VERSION)
 
@@ -61,18 +66,26 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Context
     ) -> pb.TrainStepResponse:
         """Check the first message, then read the others and train."""
-        requests = batch_stream.read_messages(request_iterator, timeout=self._core.config.trainer.step_timeout_seconds)
+        requests = batch_stream.read_messages(
+            request_iterator,
+            timeout=self._core.config.trainer.step_timeout_seconds,
+            may_wait=lambda: self._core.status().phase is not Phase.WAITING,  # of the next step, for its turn
+        )
         async with aclosing(requests):
             first = await anext(requests, None)
             if first is None:
                 raise InvalidInput("the call has no message; send the step and its experiences")
             step = check_number(first.step, "step", least=1)
-            is_new = self._core.check_step(step)
+            begins = not first.HasField("begin")
+            is_new = self._core.check_step(step, running=() if begins else self.admitted)
             with self._admission.enter(step):
                 batch = batch_stream.IncomingBatch(step, self._core.config, self._decode, keep=is_new)
                 await asyncio.to_thread(batch.add, first)
                 async for request in requests:
                     await asyncio.to_thread(batch.add, request)
+                    begins |= request.begin
+                if not begins:  # gRPC also ends the stream of a caller that died
+                    raise InvalidInput(f"the batch of step {step} ended without begin = true; send it again")
                 samples = batch.samples if is_new else None
                 with spans.current().child("optimizer_step", attributes={"fourfold.step": step}) as work:
                     answer = await self._run(

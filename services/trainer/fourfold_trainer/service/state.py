@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -158,8 +158,10 @@ class TrainerCore:
         finally:
             self._watchers.discard(changed)
 
-    def check_step(self, step: int) -> bool:
+    def check_step(self, step: int, *, running: Collection[int] = ()) -> bool:
         """Return True if `step` is the next step, and False if it is the last one, whose answer is stored.
+
+        True also for the step after the next one while the next one is among those that are `running`.
 
         Raises:
             Unavailable: the model is loading.
@@ -169,7 +171,7 @@ class TrainerCore:
         if self.engine and step == state.step and state.answer is not None:
             return False
         self._status.gradient.refuse(f"step {step} cannot be trained")
-        if step != state.step + 1:
+        if step != state.step + 1 and not (step == state.step + 2 and state.step + 1 in running):
             raise WrongState(
                 f"step {step} cannot be trained; the trainer is at step {state.step}: send {state.step + 1}"
             )

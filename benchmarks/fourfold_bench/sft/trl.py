@@ -66,8 +66,9 @@ def main(folder: Path) -> None:
     mean = sum(map(len, rows["input_ids"])) / len(rows)
     size, passes = batch_sizes(settings, mean)
     packing, sharded = settings.peer == PACKED, settings.zero_stage > 0 and settings.ranks > 1
-    zero = {"stage": settings.zero_stage}
-    plugin = {"zero_optimization": zero, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": size}
+    copied = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")  # of the options
+    plugin = {"zero_optimization": {"stage": settings.zero_stage}, "bf16": {"enabled": True}}
+    plugin |= dict.fromkeys(copied, "auto")
     options = trl.SFTConfig(
         output_dir=str(folder / "trl-output"),
         max_steps=settings.last_step,

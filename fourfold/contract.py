@@ -16,6 +16,11 @@ DESCRIPTOR_SET: Final = "fourfold.binpb"
 _VERSION: Final = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
 
 
+def has_minor(version: str, minor: int) -> bool:
+    """Return whether a service of contract `version` has what 1.`minor` added. An empty version is that of 1.0."""
+    return bool(_VERSION.fullmatch(version)) and int(version.partition(".")[2]) >= minor
+
+
 def contract_problem(version: str) -> str:
     """Return why a service of contract `version` cannot be used, with the remedy; empty: it can.
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold.arrays import Float32Array
+from fourfold.contract import has_minor
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 from fourfold.rpc.codec import Buffer, chunks, encode_stream, pack_floats, read_floats
@@ -65,6 +66,7 @@ class AsyncTrainerClient(AsyncClient):
     """
 
     _role = "trainer"
+    _contract = ""  # version of the contract in the last status
 
     @cached_property
     def _stub(self) -> pb_grpc.TrainerServiceAsyncStub:
@@ -79,6 +81,7 @@ class AsyncTrainerClient(AsyncClient):
         """Return step, policy version, phase and limits."""
         response = await self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout)
         self._check(response).contract(response.contract_version)
+        self._contract = response.contract_version
         return self._status(response)
 
     def _status(
@@ -133,13 +136,15 @@ class AsyncTrainerClient(AsyncClient):
             with translate_errors(peer=self.peer, name="TrainStep", timeout=timeout):
                 try:
                     items = map(_encoded, experiences)
-                    head = pb.TrainStepRequest(step=step, begin=None if start is None else False)
+                    # Without `begin`, a trainer would train the part that it has when this process dies: gRPC ends the
+                    # stream of a dead caller before it cancels the call.
+                    head = pb.TrainStepRequest(step=step, begin=False)
                     number = pb.TrainStepRequest.EXPERIENCES_FIELD_NUMBER
                     for chunk in encode_stream(head, number, items):  # the trainer refuses an empty batch
                         await running.write(chunk)
                     if start is not None:
                         await start.wait()
-                        await running.write(pb.TrainStepRequest(step=step, begin=True).SerializeToString())
+                    await running.write(pb.TrainStepRequest(step=step, begin=True).SerializeToString())
                     await running.done_writing()
                 except asyncio.InvalidStateError:
                     pass  # The trainer answered before it read the whole batch; the response below holds its error.
@@ -379,9 +384,17 @@ async def train_step_ahead(
     """Send a step while the trainer works on the one before it, and train it when `start` is set.
 
     Arguments and errors are those of `AsyncTrainerClient.train_step`. Also raises WrongState if the step before is
-    neither read nor trained, or has failed.
+    neither read nor trained, or has failed. The trainer must be one for which `takes_steps_ahead` is true.
     """
     return await client._send_step(step, samples, start, timeout)
+
+
+def takes_steps_ahead(client: AsyncTrainerClient) -> bool:
+    """Return whether the trainer knows `begin`, by the status that `client` got last.
+
+    A trainer of an earlier contract begins a step when the stream ends, so also when its caller has died.
+    """
+    return has_minor(client._contract, 10)
 
 
 class TrainerClient(SyncClient[AsyncTrainerClient]):

@@ -182,6 +182,7 @@ class TestTrainerClient:
         assert response.metrics["train/samples_per_step"] == 30
         assert {m.step for m in servicer.messages} == {4}
         assert 4 < len(servicer.messages) < 10
+        assert [m.begin for m in servicer.messages[-2:]] == [False, True] and servicer.messages[0].HasField("begin")
         assert max(m.ByteSize() for m in servicer.messages) < 1.3 * (1 << 20)
 
     async def test_an_empty_batch_still_reaches_the_trainer(self, serve: Serve) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -188,6 +189,19 @@ async def test_a_step_is_sent_while_the_one_before_is_trained(
     await stage.close()
 
 
+async def test_an_older_trainer_gets_each_step_in_its_turn(
+    make_rows: Callable[..., RowStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would train what it has been sent when the coordinator dies."""
+    wanted, stage, ahead = await undisturbed(make_rows), make_rows(), Mock()
+    stage.trainer.contract_version = "1.9"
+    monkeypatch.setattr("fourfold_coordinator.routing.trainer_session.train_step_ahead", ahead)
+    await stage.start()
+    assert await stage.finish() == 0
+    assert tokens(stage.batches) == wanted and not ahead.called
+    await stage.close()
+
+
 async def test_the_score_of_held_out_rows_is_their_loss(make_rows: Callable[..., RowStage]) -> None:
     stage = make_rows(steps=2, passes=0.0, holdout={"field": "", "groups": 3})
     await stage.start()
@@ -234,6 +248,35 @@ async def test_a_step_that_was_trained_before_the_coordinator_died_is_not_traine
     await stage.start()
     assert await stage.finish() == 0
     assert tokens(stage.batches) == wanted and stage.trainer.loaded == []
+    await stage.close()
+
+
+@pytest.mark.parametrize("trainer_dies", [True, False])
+async def test_a_step_that_was_sent_and_has_not_begun_when_its_caller_dies_is_trained_once(
+    make_rows: Callable[..., RowStage], trainer_dies: bool
+) -> None:
+    wanted, stage = await undisturbed(make_rows), make_rows()
+    saves = asyncio.Event()
+
+    async def hang(step: int) -> None:
+        if step == 4 and not saves.is_set():
+            saves.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_saved = hang
+    await stage.start()
+    await saves.wait()
+    await until(lambda: 5 in stage.trainer.held)
+    await stage.kill()
+    if trainer_dies:
+        await stage.trainer.kill()
+        stage.use(successor(stage.trainer))
+    else:
+        await until(lambda: not stage.trainer.held)
+        assert stage.trainer.step == 4
+    await stage.start()
+    assert await stage.finish() == 0
+    assert tokens(stage.batches) == wanted and stage.trainer.loaded == [4] * trainer_dies
     await stage.close()
 
 

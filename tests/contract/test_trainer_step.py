@@ -72,21 +72,20 @@ async def test_the_digest_does_not_depend_on_how_the_batch_is_cut_into_messages(
     assert await call == first
 
 
-async def test_the_next_step_is_read_while_a_step_is_trained_and_begins_when_its_stream_ends(
-    trainer: Trainer,
-) -> None:
+async def test_the_next_step_is_read_while_a_step_is_trained_and_begins_when_told(trainer: Trainer) -> None:
     trainer.engine.gate.clear()
     first = asyncio.create_task(trainer.train(1, USEFUL))
     assert await asyncio.to_thread(trainer.engine.entered.wait, SECONDS)
-    start, at_once, second = asyncio.Event(), asyncio.Event(), group_of([0, 1])
-    at_once.set()
+    start, second = asyncio.Event(), group_of([0, 1])
     ahead = asyncio.create_task(train_step_ahead(trainer.client, 2, second, start, timeout=SECONDS))
     await until(lambda: trainer.servicer.admitted == {1, 2})
     with pytest.raises(Overloaded, match="another TrainStep, of step 1"):
-        await train_step_ahead(trainer.client, 2, second, at_once, timeout=SECONDS)
-    for step in (2, 3):
-        with pytest.raises(WrongState, match=f"step {step} cannot be trained"):
-            await trainer.train(step, second)
+        await trainer.train(2, second)
+    unmarked = iter([pb.TrainStepRequest(step=2, experiences=[encode(one) for one in second])])
+    with pytest.raises(grpc.aio.AioRpcError, match="step 2 cannot be trained"):
+        await trainer.stub.TrainStep(unmarked, timeout=SECONDS)
+    with pytest.raises(WrongState, match="step 3 cannot be trained"):
+        await trainer.train(3, second)
     trainer.engine.gate.set()
     assert (await first).step == 1
     assert (await trainer.status()).step == 1 and not ahead.done(), "the caller has not begun it"
@@ -103,6 +102,13 @@ async def test_a_batch_whose_caller_died_before_its_begin_is_not_trained(trainer
         await call
     assert (await trainer.status()).step == 0
     assert (await trainer.train(1, USEFUL)).step == 1
+
+
+async def test_nothing_may_follow_the_message_that_begins_a_step(trainer: Trainer) -> None:
+    request = pb.TrainStepRequest(step=1, experiences=[encode(one) for one in USEFUL], begin=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="a message came after the one with begin = true"):
+        await trainer.stub.TrainStep(iter([request, pb.TrainStepRequest(step=1)]), timeout=SECONDS)
+    assert (await trainer.stub.TrainStep(iter([request]), timeout=SECONDS)).step == 1
 
 
 async def test_a_step_whose_predecessor_failed_is_refused(trainer: Trainer) -> None:

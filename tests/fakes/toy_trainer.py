@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.config import Config
+from fourfold.contract import CONTRACT_VERSION
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import AlreadyExists, InvalidInput, NotFound, StaleEpoch, Unavailable, WrongState
 from fourfold.rpc.codec import pack_floats
@@ -62,6 +63,8 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self.mismatch: Callable[[int], float] = lambda lag: 0.01  # the metric of a step, by the largest lag of a sample
         self.on_batch: Callable[[list[Sample]], Any] = lambda samples: None
         self.loaded: list[int] = []
+        self.held = set[int]()  # steps whose streams have not ended
+        self.contract_version = CONTRACT_VERSION
         self.reference_steps: list[int] = []  # steps whose reference was asked for
         self._answer = trainer.TrainStepResponse()
         self._bytes = b""
@@ -91,7 +94,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         )
 
     async def GetStatus(self, request: trainer.GetStatusRequest, context: Context) -> trainer.GetStatusResponse:
-        return trainer.GetStatusResponse(status=self.status())
+        return trainer.GetStatusResponse(status=self.status(), contract_version=self.contract_version)
 
     async def WatchStatus(
         self, request: trainer.WatchStatusRequest, context: Context
@@ -101,7 +104,13 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
     async def TrainStep(
         self, request_iterator: AsyncIterator[trainer.TrainStepRequest], context: Context
     ) -> trainer.TrainStepResponse:
-        messages = [message async for message in request_iterator]
+        messages = list[trainer.TrainStepRequest]()
+        try:
+            async for message in request_iterator:
+                self.held.add(message.step)
+                messages.append(message)
+        finally:
+            self.held -= {message.step for message in messages}
         step = messages[0].step
         body = b"".join(e.SerializeToString(deterministic=True) for m in messages for e in m.experiences)
         if messages[0].HasField("begin") and not messages[-1].begin:

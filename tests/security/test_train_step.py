@@ -75,7 +75,7 @@ async def test_a_retry_while_the_step_is_trained_gets_the_stored_answer(
         await trainer.train(1, USEFUL)
     lost.cancel()
     retry = asyncio.create_task(_until_admitted(trainer))
-    assert [await asyncio.wait_for(added.get(), SECONDS) for _ in range(2)] == [1, 1], "the retry came before the end"
+    assert [await asyncio.wait_for(added.get(), SECONDS) for _ in range(4)] == [1] * 4, "the retry came before the end"
     trainer.engine.gate.set()
     answer = await asyncio.wait_for(retry, SECONDS)
     assert (answer.step, answer.policy_version) == (1, 1) and trainer.engine.updates == 1
@@ -143,7 +143,7 @@ async def test_the_last_batch_sent_again_is_not_kept_in_memory(
     assert await trainer.train(1, USEFUL) == first
     with pytest.raises(AlreadyExists):
         await trainer.train(1, group_of([1, 0]))
-    assert kept == [0, 0]
+    assert set(kept) == {0}
 
 
 async def test_every_valid_sample_fits(start_trainer: Start) -> None:

@@ -230,10 +230,11 @@ class TrainStepRequest(_message.Message):
     step: _builtins.int
     """Step to train, the last one plus 1; at least 1."""
     begin: _builtins.bool
-    """Unset: the step begins at the end of the stream. False in the first message: it begins after a
-    message with true, which is the last one, and the batch may be sent while the step before it
-    is trained. A stream that ends without true is refused with INVALID_ARGUMENT, because its
-    caller may have died.
+    """False in the first message: the step begins after a message with true, which is the last one,
+    and the batch may be sent while the step before it is trained. A stream that ends without true
+    is refused with INVALID_ARGUMENT, because gRPC also ends the stream of a caller that died.
+    Unset: the step begins at the end of the stream, and a caller that dies may leave a part of
+    its batch to be trained. A trainer of a contract before 1.10 does not know this field.
     """
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,8 +13,10 @@ import pytest
 from fourfold import metrics as m
 from fourfold.config.schema import AsynchronyConfig
 from fourfold.errors import WrongState
+from fourfold.sample import Sample
 from fourfold_coordinator.rows.row_source import RowBatch, RowSource
 from fourfold_coordinator.state.run_position import RunPosition
+from fourfold_coordinator.training.prepared_reference import PreparedReference
 from fourfold_coordinator.training.row_feed import RowFeed
 from tests.unit.sample import made
 
@@ -66,6 +69,23 @@ async def test_rows_that_were_only_read_are_not_counted(rows: CountedRows, feed:
     await feed.look_ahead(6)
     with pytest.raises(WrongState, match="all passes over the rows are done after 5 steps"):
         await feed.take(6)
+
+
+async def test_rows_that_cannot_be_read_fail_their_own_step(rows: CountedRows) -> None:
+    class Damaged:
+        def attach(self, batch: RowBatch, step: int) -> tuple[Sample, ...]:
+            if step == 2:
+                raise WrongState("step 2 has no reference")
+            return tuple(replace(sample, scorer="reference") for sample in batch.samples)
+
+    feed = RowFeed(cast(RowSource, rows), cast(PreparedReference, Damaged()))
+    ahead = await feed.look_ahead(1)
+    taken = (await feed.take(1)).rows
+    assert all(one is other and one.scorer == "reference" for one, other in zip(ahead, taken, strict=True))
+    assert await feed.look_ahead(2) == ()
+    with pytest.raises(WrongState, match="step 2 has no reference"):
+        await feed.take(2)
+    assert feed.data_position == 2
 
 
 async def test_a_resumed_feed_forgets_what_was_read_in_advance(rows: CountedRows, feed: RowFeed) -> None:

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeVar
 
 from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import DeadlinePassed, FourfoldError, Overloaded, PeerFault, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, Overloaded, PeerFault, Unavailable, WrongState
 from fourfold.sample import Sample
-from fourfold.trainer.client import train_step_ahead
+from fourfold.trainer.client import takes_steps_ahead, train_step_ahead
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..state.run_board import RunBoard
@@ -70,7 +70,7 @@ class TrainerSession:
 
     async def connect(self) -> pb.TrainerStatus:
         """Start a session with the trainer that is registered now; wait for one if there is none."""
-        self._drop_ahead()
+        self.drop_ahead()
         return await self._repeat("GetStatus", self._begin, any_process=True)
 
     async def _begin(self, replica: Replica) -> pb.TrainerStatus:
@@ -91,18 +91,33 @@ class TrainerSession:
     def send_ahead(self, step: int, samples: Sequence[Sample]) -> None:
         """Send the samples of a step while the one before it is trained; `train_step` then ends the stream alone.
 
-        The trainer reads and decodes them meanwhile. It begins the step when the stream ends, so that it is never
-        further ahead of the ledger than without this. Any failure here is left to `train_step`, which sends them again.
+        The trainer reads and decodes them meanwhile. It begins the step when `train_step` says so, and is therefore
+        never further ahead of the ledger than without this. Any failure here is left to `train_step`, which sends them
+        again. A trainer of an earlier contract gets every step in its turn.
         """
-        self._drop_ahead()
-        replicas = self._router.replicas(Role.ROLE_TRAINER)[:1]
-        if not samples or step > self._config.steps or not replicas:
+        self.drop_ahead()
+        try:
+            replica = self.trainer()
+        except Unavailable:
             return
-        start, timeout = asyncio.Event(), 2 * self._config.trainer.step_timeout_seconds  # for the step before, too
-        call = train_step_ahead(replicas[0].trainer, step, samples, start, timeout=timeout)
-        task = asyncio.ensure_future(replicas[0].call(call))
+        if not samples or step > self._config.steps or not takes_steps_ahead(replica.trainer):
+            return
+        start = asyncio.Event()
+        task = asyncio.ensure_future(self._call_ahead(replica, step, samples, start))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
-        self._ahead = _StepAhead(step=step, replica=replicas[0], start=start, response=task)
+        self._ahead = _StepAhead(step=step, replica=replica, start=start, response=task)
+
+    async def _call_ahead(
+        self, replica: Replica, step: int, samples: Sequence[Sample], start: asyncio.Event
+    ) -> pb.TrainStepResponse:
+        timeout = 2 * self._config.trainer.step_timeout_seconds  # for the step before, too
+        return await replica.call(train_step_ahead(replica.trainer, step, samples, start, timeout=timeout))
+
+    def drop_ahead(self) -> None:
+        """Cancel the call of a step that was sent and has not begun. Idempotent."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.response.cancel()
 
     async def train_step(
         self, step: int, experiences: Experiences, on_sent: Callable[[], None]
@@ -136,25 +151,20 @@ class TrainerSession:
     async def _train_ahead(
         self, replica: Replica, step: int, on_sent: Callable[[], None]
     ) -> pb.TrainStepResponse | None:
-        """Return the response to a step that this trainer was sent ahead; None if there is none, or that failed."""
+        """Return the response to a step that this trainer was sent ahead; None if it must be sent now."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
         try:
-            if ahead.step != step or ahead.replica is not replica:
+            if ahead.step != step or ahead.replica is not replica or ahead.response.done():
                 return None
             ahead.start.set()
-            on_sent()
+            on_sent()  # not before: it lets the step after this one be sent, which the trainer would refuse
             return await ahead.response
-        except FourfoldError as error:
+        except (WrongState, Overloaded) as error:  # refused before it began
             log.debug("Step sent again. step=%d reason=%s", step, error)
             return None
         finally:
-            ahead.response.cancel()
-
-    def _drop_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
             ahead.response.cancel()
 
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:

@@ -96,6 +96,7 @@ class TrainingLoop:
                     self.required = dict.fromkeys(self.required, 1)
                     self.start_seconds = self.context.router.wait_seconds
         finally:
+            self.session.drop_ahead()
             self.reporter.abandon()
 
     async def start(self, reason: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class RowFeed:
         """Feed rows, with the log-probabilities of a reference if the loss compares with one."""
         self._rows, self._reference = rows, reference
         self._position, self._passes = rows.position, rows.passes_done
-        self._ahead: dict[int, RowBatch | None] = {}  # the next step, if its rows have been read
+        self._ahead: dict[int, asyncio.Future[RowBatch | None]] = {}  # the next step, if its rows have been read
 
     @property
     def data_position(self) -> int:
@@ -56,26 +57,36 @@ class RowFeed:
         """Do nothing: no sample waits for new weights."""
 
     async def look_ahead(self, step: int) -> Sequence[Sample]:
-        """Read the rows of a step, which `take` then returns without a wait; none: all passes are done."""
+        """Read the rows of a step, which `take` then returns without a wait.
+
+        Returns nothing when all passes are done, or the rows cannot be read: `take` raises that error, which must not
+        fail the step that is trained now.
+        """
         if step not in self._ahead:
+            self._ahead = {step: asyncio.ensure_future(asyncio.to_thread(self._read, step))}
             # A cancelled call ends after its thread, which would otherwise move the position after a `resume`.
-            self._ahead = {step: await completed(asyncio.to_thread(self._rows.take, step))}
-        found = self._ahead[step]
+            await completed(asyncio.wait(self._ahead.values()))
+        read = self._ahead[step]
+        found = None if read.exception() else read.result()
         return () if found is None else found.samples
+
+    def _read(self, step: int) -> RowBatch | None:
+        found = self._rows.take(step)
+        if found is None or self._reference is None:
+            return found
+        return replace(found, samples=self._reference.attach(found, step))
 
     async def take(self, step: int) -> StepBatch:
         """Take the rows of a step; raise WrongState when all passes are done, which `steps` then exceeds."""
         batch = StepBatch()
         await self.look_ahead(step)
-        found = self._ahead.pop(step)
+        found = self._ahead.pop(step).result()
         if found is None:
             raise WrongState(
                 f"step {step}: all passes over the rows are done after {step - 1} steps; set steps = {step - 1}, or "
                 f"raise data.passes"
             )
         batch.rows, self._position, self._passes = found.samples, found.next_position, self._rows.passes_done
-        if self._reference is not None:
-            batch.rows = await asyncio.to_thread(self._reference.attach, found, step)
         batch.rolled = batch.scored = batch.done = time.monotonic()
         return batch
 

@@ -1,8 +1,8 @@
 """Reads the streams of TrainStep, and never keeps more in memory than two of the recipe's largest batches.
 
 first message    the servicer checks its step against the trainer's state, and refuses any other step
-admission        one stream of the step in turn, and one of the step after it, which waits until the first has its
-                 answer; others are refused
+admission        one stream of the step in turn, and one of the step after it, which trains after the first; others
+                 are refused
 every message    decoded while the next one travels; counted against the limits of the recipe
 """
 
@@ -111,6 +111,8 @@ class IncomingBatch:
         self._count = self._bytes = 0
         self._digest = hashlib.sha256()
         self._samples = SamplesBuilder()
+        self.complete = False
+        """Whether a message had begin = true, which none may follow."""
 
     @property
     def samples(self) -> Samples:
@@ -126,6 +128,9 @@ class IncomingBatch:
         """Add one message. Raises InvalidInput for another step, a batch that is too large, or a malformed sample."""
         if request.step != self._step:
             raise InvalidInput(f"step is {request.step}; it must be {self._step} in every message of this call")
+        if self.complete:
+            raise InvalidInput("a message came after the one with begin = true, which must be the last one")
+        self.complete = request.begin
         self._count += len(request.experiences)
         if self._count > self._most:
             raise InvalidInput(

@@ -76,15 +76,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             if first is None:
                 raise InvalidInput("the call has no message; send the step and its experiences")
             step = check_number(first.step, "step", least=1)
-            begins = not first.HasField("begin")
-            is_new = self._core.check_step(step, running=() if begins else self.admitted)
+            explicit = first.HasField("begin")
+            is_new = self._core.check_step(step, running=self.admitted if explicit else ())
             with self._admission.enter(step):
                 batch = batch_stream.IncomingBatch(step, self._core.config, self._decode, keep=is_new)
                 await asyncio.to_thread(batch.add, first)
                 async for request in requests:
                     await asyncio.to_thread(batch.add, request)
-                    begins |= request.begin
-                if not begins:  # gRPC also ends the stream of a caller that died
+                if explicit and not batch.complete:  # gRPC also ends the stream of a caller that died
                     raise InvalidInput(f"the batch of step {step} ended without begin = true; send it again")
                 samples = batch.samples if is_new else None
                 with spans.current().child("optimizer_step", attributes={"fourfold.step": step}) as work:

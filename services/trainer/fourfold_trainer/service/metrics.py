@@ -42,7 +42,9 @@ _SMALL: Final = 1e-5
 
 def summarise(result: StepResult, config: Config) -> dict[str, float]:
     """Return the metrics of a step, except those that the coordinator computes without the model."""
-    found = _advantages(result) | _policy(result) | _mismatch(result) | _coverage(result, config)
+    found = _policy(result) | _mismatch(result) | _coverage(result, config)
+    if config.needs_engines:
+        found |= _advantages(result)
     distance = result.targets.kl
     free = int(result.batch.free_lengths.sum())
     if distance is not None and free and config.algorithm.kl.placement == "reward":

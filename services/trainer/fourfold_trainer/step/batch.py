@@ -169,11 +169,12 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
     algorithm = config.algorithm
     if not samples:
         raise InvalidInput("the batch has no experiences; send at least one")
-    check_unique(sample.sample_id for sample in samples)
+    columns = Samples.of(samples)  # to read a sample of columns makes it
+    check_unique(columns.values["sample_id"])
     budget = config.batch.tokens_per_micro_batch
     alike = ["group_id", "segment_count", "score", "baseline_score", "shadow_score"]
     alike += ["terms"] if algorithm.advantage.compares_terms else []
-    _check_segments(samples, alike, most_tokens=budget if algorithm.needs_whole_trajectories else None)
+    _check_segments(columns, alike, most_tokens=budget if algorithm.needs_whole_trajectories else None)
     loss = algorithm.loss
     check_pairs(samples, config)
     if loss.measures_distance and all(sample.score is not None for sample in samples):
@@ -241,15 +242,15 @@ def check_pairs(samples: Sequence[Sample], config: Config) -> None:
             )
 
 
-def _check_segments(samples: Sequence[Sample], alike: Sequence[str], *, most_tokens: int | None) -> None:
+def _check_segments(samples: Samples, alike: Sequence[str], *, most_tokens: int | None) -> None:
     """Refuse a trajectory of which a segment is missing or doubled, that is too long, or whose segments disagree.
 
     They must have the same values of the fields `alike`.
     """
-    for members in group_members([sample.trajectory for sample in samples]):
-        first, *others = segments = [samples[i] for i in members]
-        if not others and first.segment_count == 1:
+    for members in group_members(samples.trajectories):
+        if len(members) == 1 and samples.values["segment_count"][members[0]] == 1:
             continue
+        first, *others = segments = [samples[i] for i in members]
         for other in others:
             for name in alike:
                 if (one := getattr(first, name)) != (found := getattr(other, name)):

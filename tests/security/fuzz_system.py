@@ -130,7 +130,9 @@ class Live:
     def step(self, pick: random.Random) -> list[Message]:
         samples = [encode(one) for one in group_of([0, 1, 0, 1][: pick.randrange(1, 5)], seed=pick.randrange(5))]
         step, cut = self.core.status().state.step + pick.choice((0, 1, 1, 1)), pick.randrange(len(samples) + 1)
-        return [trainer_pb.TrainStepRequest(step=step, experiences=part) for part in (samples[:cut], samples[cut:])]
+        begins = pick.choice([(None, None), (False, True), (False, True), (False, None), (True, None)])
+        parts = zip((samples[:cut], samples[cut:]), begins, strict=True)
+        return [trainer_pb.TrainStepRequest(step=step, experiences=part, begin=begin) for part, begin in parts]
 
     def part(self, pick: random.Random) -> list[Message]:
         if pick.random() < 0.5:  # TrainStep is refused while a gradient waits

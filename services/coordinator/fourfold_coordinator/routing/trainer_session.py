@@ -66,6 +66,7 @@ class TrainerSession:
         self.name = ""  # member id of the trainer
         self.incarnation = ""
         self.policy_version = 0  # policy version of the trainer's present weights
+        self._takes_ahead = False  # whether this process may be sent a step before its turn
         self._ahead: _StepAhead | None = None
 
     async def connect(self) -> pb.TrainerStatus:
@@ -85,7 +86,7 @@ class TrainerSession:
                 f"{self._config.model.max_context_tokens}; start it with the run's recipe"
             )
         self.name, self.incarnation = replica.member.member_id, replica.member.incarnation
-        self.policy_version = status.policy_version
+        self.policy_version, self._takes_ahead = status.policy_version, takes_steps_ahead(replica.trainer)
         return status
 
     def send_ahead(self, step: int, samples: Sequence[Sample]) -> None:
@@ -100,7 +101,7 @@ class TrainerSession:
             replica = self.trainer()
         except Unavailable:
             return
-        if not samples or step > self._config.steps or not takes_steps_ahead(replica.trainer):
+        if not samples or step > self._config.steps or not self._takes_ahead:
             return
         start = asyncio.Event()
         task = asyncio.ensure_future(self._call_ahead(replica, step, samples, start))

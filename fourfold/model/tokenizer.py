@@ -106,6 +106,23 @@ def tokenizer_sha256(folder: Path) -> bytes:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
+def check_same_vocabulary(folder: Path, other: Path, *, key: str) -> None:
+    """Check that each token of the model in `folder` has the same id in `other`, which the recipe's `key` names.
+
+    Raises:
+        ConfigError: names the token with the lowest id that has another one; or a tokenizer.json cannot be read.
+    """
+    one, two = (Tokenizer.load(path)._tokenizer.get_vocab(with_added_tokens=True) for path in (folder, other))
+    wrong = sorted((number, text) for text, number in one.items() if two.get(text) != number)
+    if wrong:
+        number, text = wrong[0]
+        found = f"id {two[text]}" if text in two else "no such token"
+        raise ConfigError(
+            f"{key} = {str(other)!r} has another vocabulary than model.source: {len(wrong):,} of {len(one):,} tokens "
+            f"differ, such as {text!r} with id {number} (there: {found}); use a model with the same tokenizer"
+        )
+
+
 def chat_template(folder: Path) -> str | None:
     """Return the chat template of a model folder for conversations without tools; None if there is none."""
     return _used_templates(folder).get(_DEFAULT_TEMPLATE)

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 from fourfold.errors import ConfigError, InvalidInput
-from fourfold.model.tokenizer import Tokenizer, chat_template, tokenizer_sha256
+from fourfold.model.tokenizer import Tokenizer, chat_template, check_same_vocabulary, tokenizer_sha256
 
 TEMPLATE = """\
 {%- if messages[0]['role'] != 'system' %}
@@ -296,6 +296,27 @@ def test_a_batch_is_decoded_as_the_library_decodes_each_sequence(folder: Path) -
     assert tokenizer.decode_batch(sequences) == [tokenizer.decode(ids.tolist()) for ids in sequences]
     assert tokenizer.decode_batch([np.array([259, 260], np.int32)]) == ["two words\u4e2d"]
     assert any("\ufffd" in text for text in tokenizer.decode_batch(sequences))
+
+
+def test_a_vocabulary_is_the_same_if_each_token_has_its_id_there(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("another")
+    library = Library.from_file(str(other / "tokenizer.json"))
+    library.add_tokens(["one more"])
+    library.save(str(other / "tokenizer.json"))
+    check_same_vocabulary(folder, other, key="reference.source")
+    with pytest.raises(ConfigError) as caught:
+        check_same_vocabulary(other, folder, key="reference.source")
+    message = (
+        "has another vocabulary than model.source: 1 of 260 tokens differ, such as 'one more' with id 259 (there: no"
+    )
+    assert f"reference.source = {str(folder)!r} {message}" in str(caught.value)
+    data = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
+    write(other, "tokenizer.json", data)
+    with pytest.raises(ConfigError, match=r"2 of 259 tokens differ, such as '!' with id 0 \(there: id 1\)"):
+        check_same_vocabulary(folder, other, key="reference.source")
 
 
 def test_the_bytes_of_tokens_join_to_the_text_also_within_a_character(folder: Path) -> None:

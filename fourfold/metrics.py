@@ -67,6 +67,7 @@ COVERED: Final = "policy/covered_fraction"
 KL_LOSS: Final = "kl/loss"
 REFERENCE_KL: Final = "kl/ref"
 REWARD_KL: Final = "kl/reward"
+TEACHER_KL: Final = "distill/kl"
 KL_CLAMPED: Final = "kl/clamped_fraction"
 KL_COEF: Final = "kl/coef"
 ADVANTAGE_MEAN: Final = "advantage/mean"
@@ -192,7 +193,7 @@ METRICS: Final[dict[str, str]] = {
     GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score, before the filter",
     GROUPS_ALL_MIN: "share in [0, 1]: groups in which every sample has the step's lowest score, before the filter",
     GROUPS_STD: "score units: standard deviation of the scores within a group, mean over groups, before the filter",
-    FILTER_ACCEPT_RATE: "share in [0, 1]: groups that the filter kept, of all generated groups; 1 without a filter",
+    FILTER_ACCEPT_RATE: "share in [0, 1]: generated groups that filter and selection kept; 1 without both",
     PROMPTS_CONSUMED: "prompts: number drawn for the step, including those of filtered and lost groups",
     PROMPTS_SKIPPED: "prompts: number skipped by data.curriculum while those of the step were drawn",
     RESPONSE_LENGTH: "tokens: mean length of a completion, before the filter",
@@ -235,6 +236,7 @@ METRICS: Final[dict[str, str]] = {
     KL_LOSS: "nats: KL term of the loss without its coefficient; mean over the updates of the step",
     REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over the tokens of the updates",
     REWARD_KL: "nats per token: KL estimate that is subtracted from the rewards, without its coefficient",
+    TEACHER_KL: "nats per token: mean of o - f, an estimate of the KL divergence to the teacher before the step",
     KL_CLAMPED: "share in [0, 1]: tokens of the updates whose KL term of the loss is at its bound, and without a "
     "gradient unless algorithm.kl has importance_weighted or k3_max = 0",
     KL_COEF: "coefficient of the KL term in this step",

@@ -7,6 +7,7 @@
 [algorithm.correction]   correction of the logprob mismatch between engine and trainer
 [algorithm.shaping]      changes of a score before it becomes an advantage
 [algorithm.filter]       replacement of groups without a learning signal
+[algorithm.selection]    answers or pairs of a group that are trained on (fourfold/algorithm/selection.py)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fourfold.algorithm.advantages.grpo import Grpo
 from fourfold.algorithm.aggregation import Mode
 from fourfold.algorithm.losses.base import AnyLoss
 from fourfold.algorithm.losses.ppo import PpoLoss
+from fourfold.algorithm.selection import SelectionConfig
 from fourfold.config.rows import ROW_PRESETS
 from fourfold.table import Table
 from fourfold.text import choices
@@ -121,6 +123,21 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
         "aggregation": "sequence-mean",
     },
 }
+
+SAMPLE_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    # arXiv 2304.06767 (RAFT): supervised fine-tuning on the best answer of each group.
+    "rejection-sampling": {
+        "advantage": {"kind": "constant", "value": 1.0},
+        "loss": {"kind": "nll"},
+        "selection": {"kind": "best"},
+    },
+    # arXiv 2402.04792 and 2405.07863.
+    "online-dpo": {"loss": {"kind": "dpo"}, "selection": {"kind": "best-worst"}},
+    # arXiv 2306.13649: the reverse KL divergence on samples of the student.
+    "on-policy-distill": {"advantage": {"kind": "distillation"}, "correction": {"kind": "tis"}},
+}
+"""The presets that learn from samples of engines otherwise than by maximising a score, as `PRESETS`."""
+ALL_PRESETS: Final = {**PRESETS, **SAMPLE_PRESETS, **ROW_PRESETS}
 
 
 # Kinds of a preset that sets none.
@@ -283,6 +300,22 @@ class AlgorithmConfig(Table):
     correction: CorrectionConfig = CorrectionConfig()
     shaping: ShapingConfig = ShapingConfig()
     filter: FilterConfig = FilterConfig()
+    selection: SelectionConfig = SelectionConfig()
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if a term of the loss, or the advantages, read log-probabilities of the reference."""
+        return self.kl.coef > 0 or self.loss.needs_reference or self.distills
+
+    @property
+    def distills(self) -> bool:
+        """True if the advantages follow from the reference, a teacher, and no score is read."""
+        return self.advantage.reads_reference and not self.loss.of_answers
+
+    @property
+    def replaces_groups(self) -> bool:
+        """True if scored groups without anything to train on are replaced by others."""
+        return self.filter.keep != "all" or self.selection.kind != "none"
 
     @property
     def compares_samples(self) -> bool:
@@ -310,9 +343,8 @@ class AlgorithmConfig(Table):
         if not isinstance(given, dict):
             return given
         name = given.get("preset", "grpo")
-        known = (*PRESETS, *ROW_PRESETS)
-        if name not in known:  # a name of another type may not be hashable
-            raise ValueError(f"preset = {name!r} is unknown; {choices(name, known)}")
+        if name not in list(ALL_PRESETS):  # a name of another type may not be hashable
+            raise ValueError(f"preset = {name!r} is unknown; {choices(name, ALL_PRESETS)}")
         return merged(default_tables(name), given)
 
     def _check_units(self) -> None:
@@ -339,10 +371,24 @@ class AlgorithmConfig(Table):
                 f"remove it, or, if the preset has it, set it to its default"
             )
 
+    def _check_distillation(self) -> None:
+        unread = {
+            "kl.coef": self.kl.coef > 0,
+            "shaping": self.shaping != ShapingConfig(mask_truncated=self.shaping.mask_truncated),
+            "filter.keep": self.filter.keep != "all",
+            "selection.kind": self.selection.kind != "none",
+        }
+        if self.distills and (found := [key for key, is_set in unread.items() if is_set]):
+            raise ValueError(
+                f"{found[0]} has no effect on advantage.kind = `{self.advantage.kind}`, which compares with a "
+                f"teacher and reads no score; remove it, or, if the preset has it, set it to its default"
+            )
+
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         shaping = self.shaping
         self._check_units()
+        self._check_distillation()
         if self.advantage.needs_greedy_sample and (
             shaping.normalize or shaping.overlong_buffer or shaping.truncated is not None
         ):
@@ -361,6 +407,42 @@ class AlgorithmConfig(Table):
             )
         return self
 
+    def _check_selection(self, group_size: int) -> None:
+        """Check that the units that are made of a group are those that the loss reads."""
+        loss, selection = self.loss, self.selection
+        text = f"algorithm.selection.kind = `{selection.kind}`"
+        varied = group_size == 2 and self.filter.keep == "varied"  # a group is a pair, then
+        is_pair = selection.makes_pairs or (selection.kind == "none" and varied)
+        if loss.reads == "pairs" and not is_pair:
+            raise ValueError(
+                f"algorithm.loss.kind = `{loss.kind}` reads pairs of different scores, but {text}, batch.group_size = "
+                f"{group_size}; set selection.kind = `best-worst` or `all-pairs`"
+            )
+        if selection.kind == "none":
+            return
+        made = "pairs" if selection.makes_pairs else "trajectories"
+        if loss.reads != made:
+            raise ValueError(
+                f"{text} makes {made}, but algorithm.loss.kind = `{loss.kind}` reads {loss.reads}; use `dpo` with "
+                f"pairs, and `nll` with kind = `best`, `above` or `top`"
+            )
+        if self.compares_samples:
+            raise ValueError(
+                f"{text} leaves few samples of a prompt, and algorithm.advantage.kind = `{self.advantage.kind}` "
+                f'compares them; set advantage = {{kind = "constant", value = 1.0}}'
+            )
+        if selection.kind == "all-pairs" and loss.tail_weight != 1:
+            raise ValueError(
+                f"{text} compares an answer with several others, and algorithm.loss weighs the tokens beyond the "
+                f"length of one other (ld_alpha); remove ld_alpha, or use kind = `best-worst`"
+            )
+        least = 1 if selection.kind == "above" else selection.count + 1
+        if group_size < least:
+            raise ValueError(
+                f"{text} selects of more than the batch.group_size = {group_size} samples of a prompt; raise it to at "
+                f"least {least}"
+            )
+
     def check_batch(self, *, group_size: int, samples_per_step: int) -> None:
         """Raise ValueError when a batch of this shape cannot be trained on."""
         if self.compares_samples and group_size < 2:
@@ -368,11 +450,7 @@ class AlgorithmConfig(Table):
                 f"batch.group_size = {group_size}, but algorithm.advantage.kind = `{self.advantage.kind}` compares the "
                 f"samples of a prompt; raise it to at least 2, or use `gae` or `reinforce`"
             )
-        if self.loss.reads == "pairs" and (group_size != 2 or self.filter.keep != "varied"):
-            raise ValueError(
-                f"algorithm.loss.kind = `{self.loss.kind}` reads pairs of different scores, but batch.group_size = "
-                f"{group_size}, algorithm.filter.keep = `{self.filter.keep}`; set group_size = 2 and keep = `varied`"
-            )
+        self._check_selection(group_size)
         if self.filter.keep == "varied" and group_size < 2:
             raise ValueError(
                 f"batch.group_size = {group_size}, but algorithm.filter.keep = `varied` keeps groups whose scores "
@@ -388,7 +466,7 @@ class AlgorithmConfig(Table):
 
 def default_tables(preset: object) -> dict[str, Any]:
     """Return the keys that a preset sets, and the kinds of those that set none."""
-    return merged(_KINDS, {**PRESETS, **ROW_PRESETS}.get(preset, {}) if isinstance(preset, str) else {})
+    return merged(_KINDS, ALL_PRESETS.get(preset, {}) if isinstance(preset, str) else {})
 
 
 def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

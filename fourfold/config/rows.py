@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import Field
 
-from fourfold.algorithm.advantages.constant import Constant
 from fourfold.table import Table
 
 if TYPE_CHECKING:
@@ -70,6 +69,7 @@ _UNREAD_OF_ALGORITHM: Final = {
     "correction": "no engine has log-probabilities to correct",
     "shaping": "a row has no score to shape",
     "filter": "a row has no group to compare with",
+    "selection": "a row has no group to select from",
     "whiten": "the advantage of a row is its weight",
 }
 # Keys of [data] that only some losses read, by what the loss reads.
@@ -143,10 +143,10 @@ def check_rows(config: Config) -> None:
             f"of such tokens; set algorithm.preset to one of {', '.join(ROW_PRESETS)}, or "
             f"batch.prompts_per_step in place of rows_per_step"
         )
-    if not (isinstance(algorithm.advantage, Constant) or algorithm.loss.of_answers):
+    if algorithm.advantage.model_dump() != {"kind": "constant", "value": None} and not algorithm.loss.of_answers:
         raise ValueError(
             f"{rows}: algorithm.advantage.kind = `{algorithm.advantage.kind}` needs samples of the policy, and a row "
-            f'has a weight; set kind = "constant"'
+            f'has a weight; set kind = "constant" without `value`'
         )
     _check_unread(config)
     _check_step(config)

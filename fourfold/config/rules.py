@@ -41,6 +41,8 @@ def check_tables(config: Config) -> None:
     batch = config.batch
     if config.needs_engines:
         config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
+        _check_units(config)
+    _check_reference(config)
     _check_ranks(config)
     _check_precision(config)
 
@@ -72,6 +74,40 @@ def _check_lengths(config: Config) -> None:
         raise ValueError(
             f"model.max_context_tokens = {context}: a sample of that length has {context * token_bytes} bytes, and "
             f"TrainStep carries at most {TRAIN_MESSAGE_BYTES} bytes of one sample; lower it to {most}"
+        )
+
+
+def _check_units(config: Config) -> None:
+    """Check that the samples of a group that are compared with each other fit in one micro-batch."""
+    selection, batch, context = config.algorithm.selection, config.batch, config.model.max_context_tokens
+    count = selection.most_samples(batch.group_size)
+    if selection.makes_pairs and batch.tokens_per_micro_batch < count * context:
+        raise ValueError(
+            f"batch.tokens_per_micro_batch = {batch.tokens_per_micro_batch} cannot hold {count} samples of "
+            f"model.max_context_tokens = {context}, and algorithm.selection.kind = `{selection.kind}` compares so many "
+            f"with each other; raise the first to {count * context}, or lower the second"
+        )
+
+
+def _check_reference(config: Config) -> None:
+    """Check that there is a teacher if one is read, and nothing that is for scores alone."""
+    algorithm, source = config.algorithm, config.reference.source
+    if source and not config.needs_reference:
+        raise ValueError(
+            f"reference.source = {source!r} has no effect: no term of the loss reads a reference; remove it, or set "
+            f"algorithm.kl.coef, or algorithm.preset = `on-policy-distill`"
+        )
+    if not algorithm.distills:
+        return
+    kind = f"algorithm.advantage.kind = `{algorithm.advantage.kind}`"
+    if not source:
+        raise ValueError(f"{kind} learns from a teacher; set reference.source to its model")
+    if config.data.curriculum is not None:
+        raise ValueError(f"data.curriculum draws prompts by their scores, which {kind} does not read; remove it")
+    if not config.needs_scorer and config.reward != type(config).model_fields["reward"].get_default():
+        raise ValueError(
+            f"[reward] has no effect: {kind} reads no score; remove the table, or add held-out prompts ([data.holdout] "
+            f"or [data.eval]), whose answers are then scored"
         )
 
 

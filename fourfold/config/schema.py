@@ -280,8 +280,12 @@ class SamplingConfig(Table):
 
 
 class ReferenceConfig(Table):
-    """The reference services; started only if `algorithm.kl.coef` is above 0."""
+    """The reference services; started only if `algorithm.kl.coef` is above 0, or the loss or the advantages read the
+    reference."""
 
+    source: str = ""
+    """Model of the reference, as `model.source`, with the same vocabulary: the teacher of `distillation`. Empty: the
+    model that training begins with."""
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -558,7 +562,7 @@ class Config(Table):
     @property
     def needs_reference(self) -> bool:
         """True if the run has reference services: rows are compared with what the trainer computed before step 1."""
-        return self.needs_engines and (self.algorithm.kl.coef > 0 or self.algorithm.loss.needs_reference)
+        return self.needs_engines and self.algorithm.needs_reference
 
     @property
     def prepares_reference(self) -> bool:
@@ -574,8 +578,11 @@ class Config(Table):
 
     @property
     def needs_scorer(self) -> bool:
-        """True if the run has reward services: not if agents bring the reward of every trajectory, or with rows."""
-        return self.needs_engines and (self.agents.source == "none" or self.agents.reward == "service")
+        """True if the run has reward services: not if agents bring the reward of every trajectory, with rows, or if a
+        teacher takes the place of scores, unless held-out answers are scored."""
+        if not self.needs_engines or (self.algorithm.distills and not self.data.held_out):
+            return False
+        return self.agents.source == "none" or self.agents.reward == "service"
 
     @property
     def reference_on_gpus(self) -> bool:

@@ -46,7 +46,8 @@ def algorithm_plan(config: Config) -> list[str]:
     """Return one paragraph for each part of the algorithm that is switched on."""
     algorithm = config.algorithm
     if algorithm.loss.of_answers:
-        of_units = _legend(config), _units(algorithm), _routers(config), _filter(config), _curriculum(config)
+        chosen = _filter(config), _selection(config), _curriculum(config)
+        of_units = _legend(config), _units(algorithm), _routers(config), *chosen
         return [text for text in of_units if text]
     paragraphs = (
         _legend(config),
@@ -57,6 +58,7 @@ def algorithm_plan(config: Config) -> list[str]:
         _routers(config),
         _correction(algorithm),
         _filter(config),
+        _selection(config),
         _curriculum(config),
         _updates(config),
         _critic(config),
@@ -100,6 +102,8 @@ def _legend(config: Config) -> str:
 def _reward(config: Config) -> str:
     """Describe the changes of a score, in their order."""
     shaping, longest = config.algorithm.shaping, config.sampling.max_new_tokens
+    if config.algorithm.distills:
+        return ""
     if not config.needs_engines:
         return "reward: r is the weight of the row, 1 unless `data.weight_field` names a column."
     steps = []
@@ -124,7 +128,9 @@ def _advantage(algorithm: AlgorithmConfig) -> str:
     bounded = f" clipped to [{bounds[0]:g}, {bounds[1]:g}]" if bounds else ""
     penalty = _kl_term(algorithm.kl, "o") if algorithm.kl.coef and algorithm.kl.placement == "reward" else ""
     text = _formula(estimator)
-    if estimator.per_token:
+    if algorithm.distills:
+        pass
+    elif estimator.per_token:
         text += f"; R = r{bounded} on the last token, 0 elsewhere" + (f", less {penalty} on each" if penalty else "")
     else:
         text += f";{bounded}" if bounded else ""
@@ -202,6 +208,26 @@ def _filter(config: Config) -> str:
         case "mean-inside":
             kept = f"whose mean score is not between {rule.low:g} and {rule.high:g}"
     return f"filter: a group {kept} is replaced by the next prompt, up to {most}."
+
+
+def _selection(config: Config) -> str:
+    rule, algorithm = config.algorithm.selection, config.algorithm
+    if rule.kind == "none":
+        return ""
+    most = f"{algorithm.filter.max_rounds * config.batch.prompts_per_step:,} prompts a step"
+    bound = "" if rule.threshold is None else f", of those with r >= {rule.threshold:g}"
+    margin = f"r_w - r_l is {f'at least {rule.min_margin:g}' if rule.min_margin else 'above 0'}"
+    chosen = {
+        "best": f"the answer with the greatest r{bound}",
+        "above": f"all answers{bound}",
+        "top": f"the {rule.count} answers with the greatest r{bound}",
+        "best-worst": f"the answers with the greatest and the smallest r, as one pair, if {margin}",
+        "all-pairs": f"all pairs of answers whose {margin}",
+    }[rule.kind]
+    return (
+        f"selection: of a group of {config.batch.group_size} answers, {chosen}; the others are not trained on. "
+        f"A group without any is replaced by the next prompt, up to {most}."
+    )
 
 
 def _curriculum(config: Config) -> str:

@@ -60,7 +60,7 @@ def check_order(links: Sequence[Link]) -> None:
                 after = "this recipe makes it itself" if made == position else f"{links[made].file} makes it later"
                 raise ConfigError(f"{what}: {after}; name the recipe that makes it before this one")
             scores = links[made].config.algorithm.loss.trains == "scores"
-            if key == "model.source" and scores:
+            if key in ("model.source", "reference.source") and scores:
                 raise ConfigError(f"{what}: {links[made].file} makes a reward model; name a run of a language model")
             if key.startswith("reward.") and not scores:
                 raise ConfigError(f"{what}: {links[made].file} makes a language model; name a run of a reward model")

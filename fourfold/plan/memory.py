@@ -143,7 +143,7 @@ def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
     if config.needs_engines and not config.weights_stay_on_gpus:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
-        rows.append(_reference(config, shape))
+        rows.append(_reference(config, sizes.reference or shape))
     tables = config.reward if config.needs_scorer else ()
     started = [table for table in tables if not (table.target or table.model)]
     for table in started:

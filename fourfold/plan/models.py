@@ -12,6 +12,7 @@ from fourfold.config.trainer import ALL_LINEAR
 from fourfold.errors import ConfigError
 from fourfold.model import folder
 from fourfold.model.folder import ModelShape
+from fourfold.model.tokenizer import check_same_vocabulary
 from fourfold.text import nearest_name
 
 # Names of output embeddings that are matrices of their own, and of the head of a reward model.
@@ -29,12 +30,13 @@ class AdapterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Sizes of the models that a recipe trains."""
+    """Sizes of the models of a recipe."""
 
     policy: ModelShape  # in a run that trains a reward model, that one
     critic: ModelShape  # from the policy's source, unless the recipe trains a critic from another one
     adapters: AdapterPlan | None  # None if all weights of the policy are trained
     trained_head: int = 0  # parameters that are trained beside the adapters: the head of a reward model
+    reference: ModelShape | None = None  # None: the policy's
 
     @property
     def trained(self) -> int | None:
@@ -43,8 +45,12 @@ class ModelSizes:
 
 
 def check_models(config: Config) -> None:
-    """Check that the folders of policy and critic have all needed files."""
+    """Check that the folders of policy, critic and reference have all needed files, and the same vocabulary."""
     folder.check(config.model.source)
+    if config.needs_reference and (source := config.reference.source):
+        folder.check(source, "reference.source")
+        if source != config.model.source and folder.is_ready(source) and folder.is_ready(config.model.source):
+            check_same_vocabulary(folder.resolve(config.model.source), folder.resolve(source), key="reference.source")
     if config.algorithm.needs_critic and config.critic.source:
         folder.check(config.critic.source, "critic.source")
 
@@ -55,8 +61,14 @@ def model_sizes(config: Config) -> ModelSizes:
     scores = config.algorithm.loss.trains == "scores"
     policy = (_with_value_head if scores else folder.shape)(config.model.source)
     critic = _with_value_head(config.critic.source or config.model.source) if config.algorithm.needs_critic else policy
-    head = policy.hidden if scores else 0
-    return ModelSizes(policy=policy, critic=critic, adapters=adapter_plan(config), trained_head=head)
+    own_reference = config.needs_reference and config.reference.source
+    return ModelSizes(
+        policy=policy,
+        critic=critic,
+        adapters=adapter_plan(config),
+        trained_head=policy.hidden if scores else 0,
+        reference=folder.shape(config.reference.source) if own_reference else None,
+    )
 
 
 def _with_value_head(source: str) -> ModelShape:

@@ -432,6 +432,8 @@ def _engine_limits(config: Config, pool: RolloutPool) -> str:
 def _reward(config: Config) -> str:
     if not config.needs_engines:
         return "none, because the data has the answers."
+    if not config.needs_scorer and config.algorithm.distills:
+        return "none, because a teacher takes the place of scores."
     if not config.needs_scorer:
         return "none, because agents reward their sessions themselves."
     if len(config.reward) == 1:
@@ -474,7 +476,8 @@ def _reference(config: Config) -> str:
     if not config.needs_reference:
         return "none, because algorithm.kl.coef is 0."
     device = config.reference.gpu or "GPU" if config.reference.device == "cuda" else "CPU"
-    return f"{_services(config.reference.replicas)} on {device}, with the frozen weights of {config.model.source}."
+    source = config.reference.source or config.model.source
+    return f"{_services(config.reference.replicas)} on {device}, with the frozen weights of {source}."
 
 
 _WEIGHT_PATHS: Final = {

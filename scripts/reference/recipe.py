@@ -16,9 +16,8 @@ from fourfold.algorithm.advantages import ADVANTAGES, AdvantageEstimator
 from fourfold.algorithm.losses import LOSSES
 from fourfold.algorithm.registry import Definition
 from fourfold.config import rows, rules
-from fourfold.config.algorithm import PRESETS
+from fourfold.config.algorithm import ALL_PRESETS
 from fourfold.config.rollout import EngineConfig, RolloutPool
-from fourfold.config.rows import ROW_PRESETS
 from fourfold.config.schema import Config
 from fourfold.table import Table
 from scripts.reference.page import cell, error_texts, escape, field_docs, page, paragraphs, table
@@ -117,7 +116,7 @@ def _section(section: Section) -> str:
         names = ", ".join(f"`{name}`" for name in EngineConfig.model_fields)
         blocks.append(f"A pool may also set these keys, whose defaults are those of `[rollout]`: {names}.")
     if section.paths == ["algorithm"]:
-        names = ", ".join(f"`{name}`" for name in (*PRESETS, *ROW_PRESETS))
+        names = ", ".join(f"`{name}`" for name in ALL_PRESETS)
         blocks.append(f"Presets: {names}. `fourfold plan` prints the values and formulas that follow from one.")
     return "\n\n".join(block for block in blocks if block)
 

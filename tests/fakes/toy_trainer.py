@@ -131,8 +131,9 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         for s in samples:
             if s.loss_mask.any():
                 groups.setdefault(s.group_id, set()).add(s.score or 0.0)
-        # Rows of data teach by their weight; samples of the policy, by the differences in their group.
-        learned = any(len(scores) > 1 or not self.config.needs_engines for scores in groups.values())
+        # Rows, selected answers and teachers teach by a sample alone; scores, by the differences in their group.
+        alone = self.config.algorithm.advantage.kind in ("constant", "distillation")
+        learned = any(len(scores) > 1 or alone for scores in groups.values())
         self.step, self._bytes, version = step, body, self.version
         self.weights = self.next_weights() if learned else self.weights
         self.version += learned

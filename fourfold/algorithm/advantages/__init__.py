@@ -8,6 +8,7 @@ from fourfold.algorithm.advantages.base import ScoredSamples as ScoredSamples
 from fourfold.algorithm.advantages.base import factor as factor
 from fourfold.algorithm.advantages.base import group_members as group_members
 from fourfold.algorithm.advantages.constant import Constant as Constant
+from fourfold.algorithm.advantages.distillation import Distillation as Distillation
 from fourfold.algorithm.advantages.gae import Gae as Gae
 from fourfold.algorithm.advantages.gdpo import Gdpo as Gdpo
 from fourfold.algorithm.advantages.group_baselines import DrGrpo as DrGrpo

@@ -63,6 +63,9 @@ class AdvantageEstimator(Definition):
     compares_tokens: ClassVar[bool] = False
     """True: `compare_tokens` is called after `spread`; the old log-probabilities are computed before, in a pass of
     their own even if a step has one update, and token rewards count by themselves."""
+    reads_reference: ClassVar[bool] = False
+    """True: `spread` gets, as the reward of a token, f - o, where f is its log-probability under the reference and o
+    the old one, clamped to +-20 and 0 for a token that a grammar forced; no score is read."""
     needs_critic: ClassVar[bool] = False
     needs_greedy_sample: ClassVar[bool] = False
     """True: one more answer to each prompt is sampled greedily, scored and not trained on."""

@@ -1,8 +1,10 @@
-"""Defines the advantage of data: the score itself, which is the weight of a row."""
+"""Defines the advantage of data and of selected answers: a weight, without comparison."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from fourfold.algorithm.advantages.base import ADVANTAGES, AdvantageEstimator
 
@@ -19,11 +21,13 @@ class Constant(AdvantageEstimator):
     """
 
     kind: Literal["constant"] = "constant"
+    value: float | None = Field(default=None, gt=0)
+    """Advantage of each token, in place of the score: of answers that `algorithm.selection` chose. None: the score."""
     source: ClassVar[str] = "weighted maximum likelihood"
 
     def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
-        """Return the sum of the sample's rewards for each of its tokens, [k]."""
-        return rewards.totals(), None
+        """Return the sum of the sample's rewards, or the value, for each of its tokens, [k]."""
+        return rewards.totals() if self.value is None else self.value * rewards.steps(), None
 
     def formula(self) -> str:
-        return "r"
+        return "r" if self.value is None else f"{self.value:g}"

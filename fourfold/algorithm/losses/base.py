@@ -103,6 +103,11 @@ class Loss(Definition):
         """True for a loss of whole answers (`SampleLoss`), which reads no advantages."""
         return self.reads != "trajectories"
 
+    @property
+    def tail_weight(self) -> float:
+        """Weight in the sums of the tokens that a sample has beyond the length of the shorter one of its pair."""
+        return 1.0
+
     def narrowest_clip(self) -> float:
         """Return the smallest |p - o|, in nats, that the loss clips; inf if there is none."""
         return math.inf

@@ -90,11 +90,6 @@ class SampleLoss(Loss):
     compares_with_old: ClassVar[bool] = False
     reports_entropy: ClassVar[bool] = False
 
-    @property
-    def tail_weight(self) -> float:
-        """Weight in the sums of the tokens that a sample has beyond the length of the shorter one of its pair."""
-        return 1.0
-
     @abstractmethod
     def compute(self, inputs: SampleInputs) -> UnitLoss:
         """Return the loss of every unit, [u]."""

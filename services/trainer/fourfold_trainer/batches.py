@@ -50,7 +50,8 @@ class UnitBatch:
     tokens: TokenBatch  # the k loss tokens of s samples, one sample after another
     counts: Int64Array  # [s], loss tokens of each sample
     labels: Float64Array  # [s]
-    unit_weights: Float64Array  # [u], weight of each unit's loss; 0: a dummy. Samples 2j and 2j + 1 are pair j
+    unit_weights: Float64Array  # [u], weight of each unit's loss; 0: a dummy
+    pairs: Int64Array  # [2 u]: samples of each pair, which may be in several; [0]: samples 2j and 2j + 1 are pair j
     nll_weights: Float64Array  # [s], weight of the negative log-likelihood of each sample's tokens
     reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
     factors: Float32Array  # [k], factor of each token in the sums of the loss, or [0]: all are 1
@@ -105,6 +106,7 @@ def dummy_unit_batch(*, pairs: bool, with_reference: bool, with_factors: bool) -
         counts=np.array([1, 0][:samples], np.int64),
         labels=np.array([1.0, 0.0][:samples], np.float64),
         unit_weights=np.zeros(1, np.float64),
+        pairs=np.empty(0, np.int64),
         nll_weights=np.zeros(samples, np.float64),
         reference_logprobs=_ZERO if with_reference else EMPTY_FLOATS,
         factors=_ZERO if with_factors else EMPTY_FLOATS,

@@ -40,10 +40,10 @@ def test_the_last_report_has_the_lineage_of_its_model(tmp_path: Path, monkeypatc
     make_run("sft", first)
     make_run("rm", read_lineage(make_recipe(tmp_path, "run:sft")))
     reward = {"function": "", "model": {"source": "run:rm"}}
-    critic = {"source": "run:rm"}
-    last = read_lineage(make_recipe(tmp_path, "run:sft", reward=reward, critic=critic, algorithm={"preset": "ppo"}))
-    assert list(last) == ["model", "critic", "reward reward"]
-    assert last["critic"] == last["reward reward"]
+    tables: dict[str, Any] = {"critic": {"source": "run:rm"}, "reference": {"source": "run:sft"}, "reward": reward}
+    last = read_lineage(make_recipe(tmp_path, "run:sft", algorithm={"preset": "ppo"}, **tables))
+    assert list(last) == ["model", "critic", "reference", "reward reward"]
+    assert last["critic"] == last["reward reward"] and last["reference"] == last["model"]
     assert (last["model"]["run"], last["critic"]["run"]) == ("sft", "rm")
     assert last["critic"]["began_from"]["model"] == last["model"]
     assert (

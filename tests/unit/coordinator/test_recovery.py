@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from fourfold.algorithm.selection import SelectionConfig
 from fourfold.config import Config
+from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.rows import RowKeys
 from fourfold.errors import NotFound, WrongState
 from fourfold.tracing import spans
@@ -228,17 +230,25 @@ async def taken_over(folder: Path, ledger: Ledger, status: TrainerStatus, known:
     return await take_over(run_of(folder, ledger, Session(status)))
 
 
-def test_ready_samples_of_a_folder_without_the_keys_of_rows_are_kept() -> None:
-    tables = CONFIG.model_dump(mode="json")
-    later = {"data": [*RowKeys.model_fields, "chat_template"], "batch": ["rows_per_step"], "algorithm": ["sft_coef"]}
-    for table, keys in {**later, "trainer": ["warmup_share"]}.items():
+@pytest.mark.parametrize("advantage", ["grpo", "constant"])
+def test_ready_samples_of_a_folder_of_an_earlier_release_are_kept(advantage: str) -> None:
+    algorithm = AlgorithmConfig.model_validate({"advantage": {"kind": advantage}})
+    config = CONFIG.model_copy(update={"algorithm": algorithm})
+    tables = config.model_dump(mode="json")
+    later = {"data": [*RowKeys.model_fields, "chat_template"], "algorithm": ["sft_coef", "selection"]}
+    later |= {"batch": ["rows_per_step"], "trainer": ["warmup_share"], "reference": ["source"]}
+    for table, keys in later.items():
         tables[table] = {key: value for key, value in tables[table].items() if key not in keys}
+    tables["algorithm"]["advantage"].pop("value", None)
     of_samples = {key: value for key, value in tables.items() if recovery._NOT_OF_SAMPLES.get(key) is not True}
     written = hashlib.sha256(json.dumps(of_samples, sort_keys=True).encode()).hexdigest()
-    assert recovery._recipe_sha256(CONFIG) == written
-    longer = CONFIG.model_copy(update={"steps": CONFIG.steps + 1})
-    other = CONFIG.model_copy(update={"seed": CONFIG.seed + 1})
-    assert recovery._recipe_sha256(longer) == written != recovery._recipe_sha256(other)
+    assert recovery._recipe_sha256(config) == written
+    longer = config.model_copy(update={"steps": config.steps + 1})
+    other = config.model_copy(update={"seed": config.seed + 1})
+    selected = algorithm.model_copy(update={"selection": SelectionConfig(kind="best")})
+    best = config.model_copy(update={"algorithm": selected})
+    assert recovery._recipe_sha256(longer) == written
+    assert written not in (recovery._recipe_sha256(other), recovery._recipe_sha256(best))
 
 
 async def test_a_trainer_at_the_last_step_of_the_ledger_is_kept(tmp_path: Path, ledger: Ledger) -> None:

@@ -46,11 +46,14 @@ def test_a_recipe_comes_after_those_whose_runs_it_begins_with(tmp_path: Path) ->
     rm = as_reward_model(make_link(tmp_path, "rm", "run:sft"))
     check_order([sft, rm, with_reward(tmp_path, "run:rm"), make_link(tmp_path, "last", "run:ppo@best")])
     check_order([with_reward(tmp_path, "run:elsewhere")])
+    distill: dict[str, Any] = {"preset": "on-policy-distill"}
+    student = make_link(tmp_path, "student", algorithm=distill, reference={"source": "run:rm"})
     for links, text in (
         ([rm, sft], "rm.toml: model.source = 'run:sft': sft.toml makes it later"),
         ([make_link(tmp_path, "one", "run:one")], "one.toml: model.source = 'run:one': this recipe makes it itself"),
         ([sft, rm, sft], 'sft.toml: name = "sft" is that of sft.toml, too'),
         ([rm, make_link(tmp_path, "ppo", "run:rm")], "model.source = 'run:rm': rm.toml makes a reward model"),
+        ([sft, rm, student], "student.toml: reference.source = 'run:rm': rm.toml makes a reward model"),
         ([sft, with_reward(tmp_path, "run:sft")], "reward.reward.model.source = 'run:sft': sft.toml makes a language"),
     ):
         with pytest.raises(ConfigError) as caught:

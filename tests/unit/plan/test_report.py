@@ -115,7 +115,9 @@ def test_skipped_checks_read_nothing(capsys: pytest.CaptureFixture[str]) -> None
 def test_every_recipe_has_a_plan(path: Path, tmp_path: Path) -> None:
     config = configuration.load(path)
     if not config.model.source.startswith(("builtin:", runs.PREFIX)):
-        config = configuration.load(path, [f"model.source={write_headers(tmp_path / 'model', QWEN_7B)}"])
+        folder = write_headers(tmp_path / "model", QWEN_7B)
+        teacher = [f"reference.source={folder}"] if config.reference.source else []
+        config = configuration.load(path, [f"model.source={folder}", *teacher])
     with runs.expect_runs() as expect:  # those that the recipes before it make
         for key, source in run_sources(config).items():
             made = runs.ExpectedRun(source="builtin:smollm2-135m-instruct", steps=0, export_every_steps=0)

@@ -13,6 +13,7 @@ import torch
 
 from fourfold import metrics as m
 from fourfold.algorithm.state import AlgorithmState
+from fourfold.arrays import EMPTY_FLOATS
 from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch
@@ -57,13 +58,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dual": {"loss": {"kind": "ppo", "dual_clip": 3.0}, "kl": {"coef": 0.3, "estimator": "k3"}},
     "icepop": {"correction": {"kind": "icepop", "low": 0.01, "high": 0.2}},
     "sequence mask": {"correction": {"kind": "sequence-mask-tis", "low": 0.001, "high": 0.02}},
+    "distillation": {"preset": "on-policy-distill"},
+    "selected": {"preset": "rejection-sampling"},
 }
 
 
 @pytest.mark.parametrize("updates", [{}, {"mini_batches_per_step": 2, "epochs_per_step": 2}], ids=["one", "four"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: str, updates: dict[str, int]) -> None:
-    tables: dict[str, Any] = {"algorithm": ALGORITHMS[name], "batch": updates}
+    teacher = {"reference": {"source": "teacher"}} if name == "distillation" else {}
+    tables: dict[str, Any] = {"algorithm": ALGORITHMS[name], "batch": updates, **teacher}
     whole, result = run(batch(), recipe(**tables))
     wanted = metrics.summarise(result, recipe(**tables))
     for ranks, budget in ((1, 16), (2, 100), (3, 20)):
@@ -80,6 +84,28 @@ def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: st
         for key in found.keys() - {m.PADDING_FRACTION, m.DUMMY_FRACTION}:
             assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6, nan_ok=True), key
         assert found.keys() <= m.METRICS.keys()
+
+
+def test_distillation_compares_each_token_with_the_teacher_and_reads_no_score() -> None:
+    config = recipe(algorithm={"advantage": {"kind": "distillation", "coef": 0.5}}, reference={"source": "teacher"})
+    found = group_of([0, 1, 3], group="a", reference=True)
+    forced = np.zeros_like(found[1].loss_mask)
+    forced[found[1].action_mask.argmax()] = True  # a grammar forced the others
+    found[1] = replace(found[1], loss_mask=forced)
+    engine, result = run(found, config)
+    p = torch.log_softmax(ToyEngine(config).policy.detach(), 0)
+    for one, advantages in zip(found, result.targets.advantages, strict=True):
+        own = p[torch.from_numpy(one.token_ids[one.action_mask]).long()].float().numpy()
+        gain = np.where(one.loss_mask, one.reference_logprobs, np.nan)[one.action_mask] - own
+        assert advantages == pytest.approx(np.where(np.isnan(gain), 0.0, 0.5 * gain), abs=1e-6)
+        assert len({*advantages.tolist()}) > 1
+    free = np.concatenate([s.loss_mask[s.action_mask] for s in found])
+    mean = -2 * sum(float(part.sum()) for part in result.targets.advantages) / free.sum()
+    assert metrics.summarise(result, config)[m.TEACHER_KL] == pytest.approx(mean)
+    rewarded = [replace(s, score=7.0, token_rewards=np.ones(len(s.token_ids), np.float32)) for s in found]
+    assert torch.equal(run(rewarded, config)[0].gradients[0], engine.gradients[0])
+    with pytest.raises(InvalidInput, match=r"advantage\.kind = `distillation` needs them"):
+        check_samples([replace(s, reference_logprobs=EMPTY_FLOATS) for s in found], config, policy_version=9)
 
 
 # ---- one update --------------------------------------------------------------------------------------------------

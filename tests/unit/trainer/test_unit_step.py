@@ -45,19 +45,26 @@ LOSSES: Final[dict[str, dict[str, Any]]] = {
     "orpo": {"loss": {"kind": "orpo"}, "sft_coef": 1.0},
     "kto": {"loss": {"kind": "kto", "undesirable_weight": 0.5}},
     "scores": {"loss": {"kind": "bradley-terry", "margin": True, "center_coef": 0.1}},
+    "all-pairs": {
+        "loss": {"kind": "dpo", "beta": 0.3},
+        "sft_coef": 0.5,
+        "selection": {"kind": "all-pairs", "min_margin": 0.5},
+    },
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def recipe(name: str, *, ranks: int = 1, budget: int = 1000, **batch: int) -> Config:
     algorithm = {**LOSSES[name], "filter": {"keep": "varied"}}
-    found = make_recipe(
-        batch={"group_size": 2, "tokens_per_micro_batch": budget, **batch},
+    config = make_recipe(
+        batch={"group_size": 2, **batch},
         trainer={"ranks": ranks, "learning_rate": 0.5},
         algorithm=LOSSES["dpo"] | {"filter": {"keep": "varied"}} if name == "scores" else algorithm,
     )
-    # A recipe of engines trains no reward model. The step does not read where its samples come from.
-    return found.model_copy(update={"algorithm": AlgorithmConfig.model_validate(algorithm)})
+    # A recipe of engines trains no reward model, and its micro-batches hold two samples of its longest context. The
+    # step does not read where its samples come from, and has smaller ones here.
+    small = config.batch.model_copy(update={"tokens_per_micro_batch": budget})
+    return config.model_copy(update={"batch": small, "algorithm": AlgorithmConfig.model_validate(algorithm)})
 
 
 def answer(number: int, group: str, score: float | None, completion: int) -> Sample:
@@ -77,6 +84,12 @@ def pairs(*, segments: bool = True) -> list[Sample]:
     return [one, *found[:4], other, *found[5:]]
 
 
+def groups() -> list[Sample]:
+    """Groups of three, two and four answers: in the first, two scores are closer than the margin."""
+    scores = {"a": [1.0, 0.0, 0.75], "b": [0.0, 2.0], "c": [1.0, 3.0, 2.0, 0.0]}
+    return [answer(i, group, score, 1 + i) for group, found in scores.items() for i, score in enumerate(found)]
+
+
 def labelled() -> list[Sample]:
     """Labelled answers, and for each the answer of another prompt, without a label."""
     found = [answer(0, "abcde"[i], float(i % 2), length) for i, length in enumerate([3, 8, 1, 5, 2])]
@@ -86,7 +99,9 @@ def labelled() -> list[Sample]:
 
 
 def samples(name: str) -> list[Sample]:
-    return labelled() if name == "kto" else pairs(segments=name != "scores")
+    if name == "scores":
+        return pairs(segments=False)
+    return {"kto": labelled, "all-pairs": groups}.get(name, pairs)()
 
 
 def run(found: Sequence[Sample], config: Config) -> tuple[ToyEngine, StepResult]:
@@ -110,6 +125,9 @@ def truth(name: str, found: Sequence[Sample], config: Config, table: Tensor) -> 
         f = torch.cat([torch.from_numpy(s.reference_logprobs[mask]).double() for s, mask in masked])
         groups.setdefault(segments[0].group_id, []).append((segments[0].score, p, f))
     units = [[(s, p, f) for s, p, f in group if s is not None] for group in groups.values()]
+    if name == "all-pairs":
+        every = [[*pair] for unit in units for pair in itertools.combinations(unit, 2)]
+        units = [[one, two] for one, two in every if abs(one[0] - two[0]) >= 0.5]
     units = [unit for unit in units if all(len(p) for _, p, _ in unit)]
     distances = [float((p.detach().float().double() - f).sum()) for g in groups.values() for s, p, f in g if s is None]
     loss: Any = config.algorithm.loss
@@ -308,7 +326,9 @@ def test_a_unit_batch_survives_the_rank_channel() -> None:
     ("name", "change", "message"),
     [
         ("dpo", lambda s: s[:1], "group a has 1 samples; a pair has 2"),
-        ("dpo", lambda s: [replace(s[0], score=0.0), s[1]], "group a: both samples have the score 0.0"),
+        ("dpo", lambda s: [replace(s[0], score=0.0), s[1]], "group a: its samples have the scores 0.0, 0.0; the prefe"),
+        ("dpo", lambda s: [*s, answer(2, "a", 2.0, 3)], "group a has 3 samples; a pair has 2"),
+        ("all-pairs", lambda s: [replace(s[0], score=0.25), s[1]], "has the greater score by 0.5: leave the group out"),
         ("dpo", lambda s: [replace(x, reference_logprobs=EMPTY_FLOATS) for x in s], "loss.kind = `dpo` needs them"),
         ("kto", lambda s: [replace(x, score=1.0) for x in s], "each of the 2 samples has a score"),
         ("dpo", lambda s: [replace(s[0], score=None), s[1]], "has no score"),
@@ -320,6 +340,21 @@ def test_samples_that_are_no_units_are_refused(name: str, change: Any, message: 
     check_samples(found, recipe(name), policy_version=0)
     with pytest.raises(InvalidInput, match=re.escape(message)):
         check_samples(change(found), recipe(name), policy_version=0)
+
+
+def test_a_group_without_a_token_in_the_loss_may_have_any_scores() -> None:
+    muted = [replace(answer(i, "a", 0.0, 3), loss_mask=np.zeros(6, np.bool_)) for i in range(3)]
+    assert run(muted, recipe("dpo"))[1].skipped_reason == "NO_ACTION_TOKENS"
+    assert len(run([*muted, answer(0, "b", 1.0, 3), answer(1, "b", 0.0, 2)], recipe("dpo"))[0].gradients) == 1
+
+
+def test_an_answer_of_several_pairs_has_one_pass() -> None:
+    engine, _ = run(groups(), recipe("all-pairs", budget=1000))
+    (batch,) = (batch for share in engine.policy_shares[0] for batch in share)
+    assert isinstance(batch, UnitBatch)
+    assert len(batch.counts) == 9 and len(batch.unit_weights) == 2 + 1 + 6, "a0 and a2 differ by less than 0.5"
+    labels = batch.labels[batch.pairs].reshape(-1, 2).tolist()
+    assert sorted(labels) == [[0.75, 0], [1, 0], [1, 0], [2, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2]]
 
 
 def test_a_pair_that_is_longer_than_a_micro_batch_is_refused() -> None:

@@ -114,9 +114,9 @@ def guess(config: Config, sizes: ModelSizes, device: Device, prompt_tokens: floa
     )
     tokens = prompt + longest
     reference = 0.0
-    if config.algorithm.kl.coef:
+    if config.needs_reference:
         samples = config.batch.prompts_per_step * config.batch.group_size
-        passes = samples * tokens * _forward_flop(shape, tokens)
+        passes = samples * tokens * _forward_flop(sizes.reference or shape, tokens)
         reference = passes / max(config.reference.replicas, 1) / device.train_flops
     publish = device.publish_seconds + weight_bytes(config, shape) / device.copy_bytes_per_second
     return Basis(

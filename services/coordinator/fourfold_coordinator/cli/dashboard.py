@@ -361,7 +361,7 @@ def _queue_text(queue: pb.SampleQueue) -> str:
 def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: int) -> list[tuple[str, str]]:
     """Return the rows of the last step, with the history of its main metrics in `width` characters."""
     last = status.steps[-1].metrics
-    rows = []
+    rows, divergences = [], (metrics.TEACHER_KL, metrics.REFERENCE_KL)
     for label, metric, form in (
         ("accuracy", metrics.SCORE_ACCURACY, "{:.1%}"),
         ("accuracy", metrics.PAIR_ACCURACY, "{:.1%}"),
@@ -370,7 +370,7 @@ def _step_rows(status: pb.RunStatus, blocks: str, width: int, samples_per_step: 
         ("distance", metrics.KTO_DISTANCE, "{:.4f}"),
         ("reward", metrics.REWARD_MEAN, "{:.2f}") if metrics.REWARD_MEAN in last else ("loss", metrics.NLL, "{:.4f}"),
         ("length", metrics.RESPONSE_LENGTH, "{:.0f} tokens"),
-        ("KL", metrics.REFERENCE_KL if metrics.REFERENCE_KL in last else metrics.APPROX_KL, "{:.4f}"),
+        ("KL", next((name for name in divergences if name in last), metrics.APPROX_KL), "{:.4f}"),
         (
             "trained samples",
             metrics.TRAINED_SAMPLES,

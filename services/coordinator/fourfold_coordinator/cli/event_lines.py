@@ -217,6 +217,7 @@ def step_line(record: pb.StepRecord, status: pb.RunStatus) -> str:
         (metrics.PAIR_MARGIN, "margin {:.4f}"),
         (metrics.KTO_ACCURACY, "accuracy {:.1%}"),
         (metrics.KTO_DISTANCE, "distance {:.4f}"),
+        (metrics.TEACHER_KL, "KL to the teacher {:.4f}"),
         (metrics.DATA_PASS, "pass {:.2f}"),
         (metrics.USEFUL_GROUPS, "useful groups {:.0%}"),
         (metrics.MISMATCH_MEAN, "logprob mismatch {:.4f}"),

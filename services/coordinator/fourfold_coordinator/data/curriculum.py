@@ -21,7 +21,7 @@ from fourfold.config.schema import CURRICULUM_GROUPS, CURRICULUM_LEAST, Curricul
 from fourfold.seeds import derive_seed
 
 # Drop reasons of attempts that count. Attempts with other reasons have no score, or were scored too late.
-_COUNTED: Final = ("", "FILTERED")
+_COUNTED: Final = ("", "FILTERED", "NOT_SELECTED")
 _RANGE: Final = 1 << 52  # range of `derive_seed`
 
 

@@ -20,21 +20,20 @@ _MAX_COMPONENTS: Final = 256  # most components of all scorers together
 _MAX_AGENT_METRICS: Final = 64  # most metrics, because agents choose the names and could fill the files
 
 
-def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
-    """Return the metrics over all generated groups of a batch (at least one), before the filter."""
+def compute_batch_metrics(batch: StepBatch, *, policy_version: int, scored: bool = True) -> dict[str, float]:
+    """Return the metrics over all generated groups of a batch (at least one), before filter and selection.
+
+    Without `scored`, leave out those of the scores, which are 0.
+    """
     groups = batch.generated()
-    scores = [np.array([s.score for s in group.samples], np.float64) for group in groups]
-    trajectories = [t for group in groups for t in group.trajectories if not t.dropped]
+    scores = [np.array([t.sample.score for t in group.scored], np.float64) for group in groups]
+    trajectories = [t for group in groups for t in group.scored]
     every = np.concatenate(scores)
     highest, lowest = every.max(), every.min()
     lengths = np.array([t.token_count for t in trajectories])
     spans = [_lag_span(t) for t in trajectories]
     lags = np.array([policy_version - min(s.oldest_version for s in t.segments) for t in trajectories])
     result = {
-        m.REWARD_MEAN: float(every.mean()),
-        m.REWARD_STD: float(every.std()),
-        m.REWARD_MIN: float(lowest),
-        m.REWARD_MAX: float(highest),
         m.FILTER_ACCEPT_RATE: batch.groups_accepted / len(groups),
         m.PROMPTS_CONSUMED: float(batch.prompts_drawn),
         m.RESPONSE_LENGTH: float(lengths.mean()),
@@ -49,7 +48,10 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
         m.LAG_SPAN: float(max(spans)),
         **_token_lags([s for group in batch.groups for s in group.segments], policy_version),
     }
-    if len(every) > len(groups):  # the scores of a group of one sample cannot differ
+    if scored:
+        result |= {m.REWARD_MEAN: float(every.mean()), m.REWARD_STD: float(every.std())}
+        result |= {m.REWARD_MIN: float(lowest), m.REWARD_MAX: float(highest)}
+    if scored and len(every) > len(groups):  # the scores of a group of one sample cannot differ
         rewards = [group.rewards for group in groups]
         result |= {
             m.USEFUL_GROUPS: float(np.mean([max(r) > min(r) for r in rewards])),
@@ -80,7 +82,7 @@ def _source_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
             by_source[source].append(group)
     result = dict[str, float]()
     for source, found in by_source.items():
-        scores = [sample.score for group in found for sample in group.samples if sample.score is not None]
+        scores = [t.sample.score for group in found for t in group.scored if t.sample.score is not None]
         result[f"{SOURCE_METRICS}{source}/share"] = len(found) / len(groups)
         if scores:
             result[f"{SOURCE_METRICS}{source}/reward"] = float(np.mean(scores))

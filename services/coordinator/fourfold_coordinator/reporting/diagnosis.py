@@ -135,7 +135,7 @@ class TrainingDiagnosis:
             critic_begins=critic.policy_starts_at_step + critic.warmup_steps,
             asynchrony=config.asynchrony,
             corrects=config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag,
-            filters=config.algorithm.filter.keep != "all",
+            filters=config.algorithm.replaces_groups,
             compares_with_start=config.prepares_reference and config.batch.updates_per_step == 1,
         )
 
@@ -404,6 +404,12 @@ def _explain_skip(reason: str, metrics: Mapping[str, Any], useful: float) -> str
             )
         case "NO_ACTION_TOKENS" if useful == 0:
             return f"no token was left to train on: {_explain_equal_scores(metrics)}"
+        case "NO_ACTION_TOKENS" if metrics.get(m.FILTER_ACCEPT_RATE) == 0:
+            return (
+                f"[algorithm.filter] and [algorithm.selection] left nothing of any group (mean score "
+                f"{metrics.get(m.REWARD_MEAN, 0.0):.2g}); lower selection.threshold or min_margin, raise "
+                f"batch.group_size, or choose easier prompts"
+            )
         case "NO_ACTION_TOKENS":
             return (
                 f"no token was left to train on: completions are empty, or the loss masks all of them "

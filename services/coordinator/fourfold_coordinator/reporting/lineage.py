@@ -24,7 +24,7 @@ from .report import BEGAN_FROM
 
 
 def read_lineage(config: Config) -> dict[str, Any]:
-    """Return what a run begins from, by the part that it becomes: model, critic, reward NAME.
+    """Return what a run begins from, by the part that it becomes: model, critic, reference, reward NAME.
 
     It reads the weights once; call it in a thread. A folder that this machine does not have, as that of a reward model
     on another machine, has null in place of its SHA-256.
@@ -32,6 +32,8 @@ def read_lineage(config: Config) -> dict[str, Any]:
     sources = {"model": config.model.source}
     if config.algorithm.needs_critic and config.critic.source:
         sources["critic"] = config.critic.source
+    if config.needs_reference and config.reference.source:
+        sources["reference"] = config.reference.source
     tables = config.reward if config.needs_scorer else ()
     sources |= {f"reward {table.name}": table.model.source for table in tables if table.model is not None}
     return {part: _origin(source) for part, source in sources.items()}

@@ -70,6 +70,7 @@ _PANELS: Final = (
     ("margin of pairs", m.PAIR_MARGIN),
     ("accuracy on labels", m.KTO_ACCURACY),
     ("distance to the reference, nats", m.KTO_DISTANCE),
+    ("KL to the teacher, nats", m.TEACHER_KL),
     ("tokens of a completion", m.RESPONSE_LENGTH),
     ("KL to the reference, nats", m.REFERENCE_KL),
     ("|trainer - engine|, nats", m.MISMATCH_MEAN),

@@ -27,6 +27,7 @@ from ..data.prompts import Prompt, PromptSet
 from ..routing.replica import RetryBudget
 from ..routing.router import Router
 from ..routing.trainer_session import leaves
+from ..state.ledger import NOT_SELECTED
 from ..state.samples import SampleGroup, Trajectory
 from .deployment_calls import DeploymentCalls
 from .outcome import Outcome, mix, passes_gates, without_scores
@@ -49,6 +50,8 @@ class Scoring:
     async def score(
         self, trajectories: Sequence[Trajectory], budget: RetryBudget, *, evaluation: bool = False
     ) -> list[Trajectory]:
+        if self._config.algorithm.distills and not self._table.scorers:  # a teacher takes the place of scores
+            return [t if t.sample.score is not None else t.with_values(score=0.0) for t in trajectories]
         fresh = [without_scores(t) for t in trajectories]
         asked: dict[str, _Asked] = {t.sample.sample_id: [] for t in fresh}
         scorers = self.scorers_of(fresh[0].prompt)
@@ -100,7 +103,8 @@ class Scoring:
     def is_current(self, group: SampleGroup) -> bool:
         if group.revision != self._table.revision:
             return False
-        used = {(term.name, term.scorer) for t in group.trajectories for term in t.sample.terms}
+        compared = (t for t in group.trajectories if t.dropped != NOT_SELECTED)  # the others are not scored again
+        used = {(term.name, term.scorer) for t in compared for term in t.sample.terms}
         for name, version in used:
             if (scorer := self._table.get(name)) is None:
                 return False

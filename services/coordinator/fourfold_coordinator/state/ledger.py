@@ -36,8 +36,9 @@ COORDINATOR_RESTARTED: Final = "COORDINATOR_RESTARTED"
 ISSUED_AGAIN: Final = (TRAINER_RESTORED, COORDINATOR_RESTARTED)  # the run draws these prompts again
 STALE: Final = "STALE"  # sampled by weights that are too old for its step
 FILTERED: Final = "FILTERED"  # dynamic sampling did not keep the group
+NOT_SELECTED: Final = "NOT_SELECTED"  # algorithm.selection chose other samples of the group, or none
 BASELINE: Final = "BASELINE"  # a greedy completion, which is never trained on
-BY_DESIGN: Final = (FILTERED, BASELINE)  # part of the algorithm; all other reasons are failures
+BY_DESIGN: Final = (FILTERED, NOT_SELECTED, BASELINE)  # part of the algorithm; all other reasons are failures
 
 
 class SampleState(StrEnum):

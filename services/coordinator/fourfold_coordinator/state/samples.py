@@ -16,8 +16,8 @@ Each trajectory of the steps done is a line of samples.jsonl:
   is not the prompt of the task. `completion` is the text of the last segment after its first prompt, observations
   included.
 - `source` is the name of the source of the prompt; empty if the recipe names none (`data_source` of its metadata).
-- `dropped` is the reason of a trajectory that was not trained on. It has a score if it was scored before, as FILTERED
-  and BASELINE always were. Samples that were dropped before they were sampled have no line.
+- `dropped` is the reason of a trajectory that was not trained on. It has a score if it was scored before, as FILTERED,
+  NOT_SELECTED and BASELINE always were. Samples that were dropped before they were sampled have no line.
 - If every group of a step was filtered out, the last of them go to the trainer, which skips the step. Their `dropped`
   is empty; the step has the reason in `skipped_reason`.
 - The lines of a step are appended while the trainer works on it. A run that was stopped may have lines of a step that
@@ -50,7 +50,7 @@ from fourfold.sample.record import TrajectoryRecord
 from fourfold.sample.sampled import sample_columns
 
 from ..data.prompts import Prompt
-from .ledger import FILTERED
+from .ledger import FILTERED, NOT_SELECTED
 from .typed_json import Finite, Whole, parse
 
 SAMPLES_FILE: Final = "samples.jsonl"
@@ -130,11 +130,17 @@ class SampleGroup:
     revision: int = 0  # of the scorers that scored it (`rewards/scorers.py`)
     trajectories: tuple[Trajectory, ...]
     baseline: Trajectory | None = None  # the greedy completion of the prompt, dropped
+    replaced: str = FILTERED  # drop reason of the samples if another group takes the place of this one
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        """Return the trajectories that were compared: those that are trained on, and those that were not selected."""
+        return [t for t in self.trajectories if t.dropped in ("", NOT_SELECTED)]
 
     @property
     def rewards(self) -> list[float]:
-        """Return `reward` of the trajectories that are trained on."""
-        return [t.reward for t in self.trajectories if not t.dropped]
+        """Return `reward` of the trajectories that were compared."""
+        return [t.reward for t in self.scored]
 
     @property
     def samples(self) -> list[Sample]:
@@ -157,7 +163,7 @@ class StepBatch:
 
     groups: list[SampleGroup] = field(default_factory=list)
     rows: tuple[Sample, ...] = ()  # of data, in place of groups; the ledger knows their position, not each of them
-    filtered: list[SampleGroup] = field(default_factory=list)  # scored, and not kept by dynamic sampling
+    filtered: list[SampleGroup] = field(default_factory=list)  # scored, and not kept by filter or selection
     lost: list[Trajectory] = field(default_factory=list)  # sampled, of groups that were given up or are too old
     dropped: Counter[str] = field(default_factory=Counter)  # samples by reason
     prompts_drawn: int = 0
@@ -182,7 +188,7 @@ class StepBatch:
     def trajectories(self) -> list[Trajectory]:
         """Return all trajectories that were sampled, dropped ones included."""
         kept = [t for group in self.groups for t in group.all_trajectories()]
-        filtered = [t.with_drop_reason(FILTERED) for group in self.filtered for t in group.all_trajectories()]
+        filtered = [t.with_drop_reason(group.replaced) for group in self.filtered for t in group.all_trajectories()]
         return kept + filtered + self.lost
 
     def generated(self) -> list[SampleGroup]:

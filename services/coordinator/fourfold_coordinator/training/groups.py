@@ -1,9 +1,9 @@
 """Makes one group: issues the samples of a prompt, generates, scores and filters them.
 
-    issue --+--> generate --> score --+--> keep_group? --> reference --> READY
-            |                         |      |
-            +--> greedy ----> score --+      no: filtered out          every failure: DROPPED(reason), the group is lost
-                 (remax)
+    issue --+--> generate --> score --+--> keep_group? --> select --> reference --> READY
+            |                         |      |               |
+            +--> greedy ----> score --+      no: filtered    none: replaced, too    every failure: DROPPED(reason),
+                 (remax)                     out             others: NOT_SELECTED   the group is lost
 
 In a run of agents, `tasks/task_queue.py` replaces `generate`: the samples are attempts that gateways lease. When the
 group is closed, attempts for which their agent gave no reward are scored; missing attempts are DROPPED(reason).
@@ -31,6 +31,7 @@ from typing import Final
 import numpy as np
 
 from fourfold.config.algorithm import FilterConfig
+from fourfold.config.schema import Config
 from fourfold.errors import FourfoldError
 from fourfold.sample import Sample
 from fourfold.seeds import derive_seed
@@ -39,7 +40,7 @@ from ..data.prompts import Prompt
 from ..routing.replica import GivenUp, RetryBudget
 from ..routing.trainer_session import leaves
 from ..state.group_commit import GroupCommit
-from ..state.ledger import BASELINE, IssuedGroup, SampleState
+from ..state.ledger import BASELINE, NOT_SELECTED, IssuedGroup, SampleState
 from ..state.samples import SampleGroup, Trajectory
 from ..tasks.task_queue import OwnProblem, TaskGroup
 from .context import RunContext
@@ -68,6 +69,28 @@ def keep_group(scores: Sequence[float], rule: FilterConfig) -> bool:
             return True
 
 
+def selected(group: SampleGroup, config: Config) -> SampleGroup:
+    """Return a scored group whose samples that `algorithm.selection` does not choose are dropped as NOT_SELECTED.
+
+    Pairs that do not fit in one micro-batch, as those of long agents' trajectories, are not chosen either.
+    """
+    rule, most = config.algorithm.selection, config.batch.tokens_per_micro_batch
+    if rule.kind == "none":
+        return group
+    alive = [t for t in group.trajectories if not t.dropped]
+    chosen = [alive[i] for i in rule.select([t.sample.score or 0.0 for t in alive])]
+    tokens = sum(len(segment.token_ids) for t in chosen for segment in t.segments)
+    if rule.makes_pairs and tokens > most:
+        log.warning(
+            "pair is too long for a micro-batch: group=%s tokens=%d batch.tokens_per_micro_batch=%d",
+            chosen[0].sample.group_id, tokens, most,
+        )  # fmt: skip
+        chosen = []
+    names = {t.sample.sample_id for t in chosen}
+    found = (t if t.sample.sample_id in names else t.with_drop_reason(NOT_SELECTED) for t in group.trajectories)
+    return replace(group, trajectories=tuple(found))
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupDraft:
     """A group from its first request until it is READY, filtered out or lost."""
@@ -91,7 +114,7 @@ class GroupDraft:
     scored: float = 0.0  # time of the last score
     scoring_seconds: float = 0.0  # sum over the calls for scores
     group: SampleGroup | None = None  # the scored group; None if the group is lost
-    kept: bool = False  # the group is READY; False: the filter did not keep it
+    kept: bool = False  # the group is READY; False: the filter did not keep it, or nothing of it was selected
 
     @property
     def alive(self) -> list[str]:
@@ -169,9 +192,9 @@ class GroupMaker:
         self._filter = algorithm.filter
         self._min_samples = 2 if algorithm.compares_samples or algorithm.loss.reads == "pairs" else 1
         self._baselines = int(algorithm.advantage.needs_greedy_sample)
-        # With a filter, wait for its decision: a group that it drops needs no reference log-probabilities.
+        # With filter or selection, wait for the decision: dropped samples need no reference log-probabilities.
         self._reference_with_scores = (
-            context.config.needs_reference and self._filter.keep == "all" and self._source == "none"
+            context.config.needs_reference and not algorithm.replaces_groups and self._source == "none"
         )
         self._scoring_seconds: deque[float] = deque(maxlen=_PACE_WINDOW)  # scoring seconds of the latest groups
 
@@ -237,8 +260,11 @@ class GroupMaker:
             trajectories = [t.with_values(baseline_score=score) for t in trajectories]
             baseline = baseline.with_drop_reason(BASELINE)
         again = replace(group, trajectories=tuple(trajectories), baseline=baseline, revision=revision)
-        if len(again.samples) < self._min_samples:
-            raise GivenUp(f"{len(again.samples)} of its samples have a score", reason="GROUP_TOO_SMALL")
+        if len(again.scored) < self._min_samples:
+            raise GivenUp(f"{len(again.scored)} of its samples have a score", reason="GROUP_TOO_SMALL")
+        again = selected(again, self._config)
+        if not again.samples:
+            raise GivenUp("nothing is selected by its new scores", reason=NOT_SELECTED)
         # After the check: if the group is given up, the caller drops all samples.
         for before, after in zip(group.trajectories, again.trajectories, strict=True):
             if after.dropped and not before.dropped:
@@ -283,11 +309,20 @@ class GroupMaker:
             raise GivenUp(f"{len(draft.alive)} of its samples have a score", reason="GROUP_TOO_SMALL")
         self._scoring_seconds.append(draft.scoring_seconds)
         draft.group = draft.finish()
-        draft.kept = keep_group(draft.group.rewards, self._filter)
-        if draft.kept:
-            self._shadows.start(draft.group)
-            draft.group = await self._add_reference(draft.group, draft.budget)
-            await self._experiences.put(draft.group)
+        if not keep_group(draft.group.rewards, self._filter):
+            return
+        group = selected(draft.group, self._config)
+        draft.kept = bool(group.samples)
+        if not draft.kept:
+            draft.group = replace(draft.group, replaced=NOT_SELECTED)
+            return
+        self._shadows.start(draft.group)
+        left_out = {t.sample.sample_id: t for t in group.trajectories if t.dropped == NOT_SELECTED}
+        if left_out:
+            await self._drop(draft, list(left_out), NOT_SELECTED)
+            draft.trajectories |= left_out
+        draft.group = await self._add_reference(group, draft.budget)
+        await self._experiences.put(draft.group)
 
     async def _collect(self, draft: GroupDraft) -> None:
         """Collect the samples of the draft from agents; drop missing ones, and score those without a reward."""

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from fourfold.sample import Sample
 from ..data.curriculum import Curriculum, ScoredAttempt
 from ..reporting.batch_metrics import compute_batch_metrics
 from ..routing.replica import GivenUp
-from ..state.ledger import FILTERED, STALE
+from ..state.ledger import STALE
 from ..state.run_position import RunPosition
 from ..state.samples import SAMPLES_FILE, SampleGroup, StepBatch
 from .context import RunContext
@@ -180,7 +180,8 @@ class GroupProducer:
 
     def metrics(self, batch: StepBatch, *, policy_version: int) -> dict[str, float]:
         """Return the metrics of a batch that do not need the trainer."""
-        return compute_batch_metrics(batch, policy_version=policy_version)
+        scored = self._config.needs_scorer or not self._config.algorithm.distills
+        return compute_batch_metrics(batch, policy_version=policy_version, scored=scored)
 
     # -- admission --------------------------------------------------------------------------------------------------
 
@@ -194,9 +195,10 @@ class GroupProducer:
 
     def _may_draw(self) -> bool:
         """Return whether a free place may draw a prompt; False when too many were lost, or filtered out."""
-        window, rule = self._window, self._config.algorithm.filter
+        window, algorithm = self._window, self._config.algorithm
         places = (self.rule.max_policy_lag + 1) * self._count
-        if rule.keep != "all" and len(window.filtered) + window.groups_lost > (rule.max_rounds - 1) * places:
+        most = (algorithm.filter.max_rounds - 1) * places
+        if algorithm.replaces_groups and len(window.filtered) + window.groups_lost > most:
             return False
         # If all groups so far were lost, the scorer may be broken, so `reward.lost_rounds` limits further tries.
         rounds = 1 if window.groups_kept or window.filtered else max(table.lost_rounds for table in self._config.reward)
@@ -359,9 +361,10 @@ class GroupProducer:
                 "batch is incomplete: step=%d groups=%d wanted=%d prompts=%d lost=%d filtered=%d",
                 step, len(batch.groups), self._count, batch.prompts_drawn, batch.groups_lost, len(batch.filtered),
             )  # fmt: skip
-        filtered = [s.sample_id for group in batch.filtered for s in group.samples]
-        await context.disk.write(context.ledger.drop, filtered, FILTERED)
-        batch.dropped += Counter({FILTERED: len(filtered)})
+        for reason in sorted({group.replaced for group in batch.filtered}):
+            names = [s.sample_id for group in batch.filtered if group.replaced == reason for s in group.samples]
+            await context.disk.write(context.ledger.drop, names, reason)
+            batch.dropped[reason] += len(names)
         batch.groups.sort(key=lambda group: group.position)
         if not batch.groups:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(batch.dropped.items()))

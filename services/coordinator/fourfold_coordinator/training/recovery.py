@@ -262,12 +262,17 @@ def _with_raised_versions(group: SampleGroup, version: int, raised: int) -> Samp
 def _recipe_sha256(config: Config) -> str:
     """Return a SHA-256 (hex) of what decides about a sample: READY samples of another recipe are not trained on.
 
-    Keys of runs of rows are left out, because such runs have no READY samples, and folders of earlier releases have no
-    such keys.
+    Folders of earlier releases lack some keys. Those of runs of rows are left out, because such runs have no READY
+    samples; the others are left out where they are not set.
     """
     recipe = config.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
-    if not config.data.chat_template:
-        del recipe["data"]["chat_template"]  # folders of earlier releases have none
+    algorithm = recipe["algorithm"]
+    later = (recipe["data"], "chat_template"), (recipe["reference"], "source"), (algorithm["advantage"], "value")
+    for table, key in later:
+        if table.get(key, 0) in ("", None):
+            del table[key]
+    if config.algorithm.selection.kind == "none":
+        del algorithm["selection"]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.model import folder as model_folder
-from fourfold.model.tokenizer import tokenizer_sha256
+from fourfold.model.tokenizer import check_same_vocabulary, tokenizer_sha256
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
@@ -26,15 +26,21 @@ async def serve(options: ServeOptions) -> int:
     # Room for health checks and GetInfo besides the calls of ComputeLogprobs.
     host = ServiceHost(options, role=Role.ROLE_REFERENCE, max_concurrent_rpcs=MAX_CALLS + 64)
     servicer = ReferenceServicer(
-        name=config.model.source, max_context_tokens=config.model.max_context_tokens, on_failure=host.fatal
+        name=config.reference.source or config.model.source,
+        max_context_tokens=config.model.max_context_tokens,
+        on_failure=host.fatal,
     )
     service = pb.DESCRIPTOR.services_by_name["ReferenceService"]
     host.server.add(service, add_ReferenceServiceServicer_to_server, servicer)
     host.exporter.add(reference_source(servicer.batcher))
 
     def load() -> tuple[ReferenceModel, bytes]:
-        folder = model_folder.resolve(config.model.source, config.data.chat_template)
-        sha256 = tokenizer_sha256(folder)  # before the model: a wrong folder then fails fast
+        folder = own = model_folder.resolve(config.model.source, config.data.chat_template)
+        if source := config.reference.source:
+            # It keeps its own chat template: the services exchange token ids alone.
+            folder = model_folder.resolve(source, key="reference.source")
+            check_same_vocabulary(own, folder, key="reference.source")
+        sha256 = tokenizer_sha256(own)  # before the model: a wrong folder then fails fast
         model = ReferenceModel.load(
             folder,
             dtype=config.model.dtype,

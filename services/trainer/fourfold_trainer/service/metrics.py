@@ -47,8 +47,9 @@ def summarise(result: StepResult, config: Config) -> dict[str, float]:
         found |= _advantages(result)
     distance = result.targets.kl
     free = int(result.batch.free_lengths.sum())
-    if distance is not None and free and config.algorithm.kl.placement == "reward":
-        found[m.REWARD_KL] = math.fsum(float(part.sum()) for part in distance) / free
+    if distance is not None and free and (config.algorithm.kl.placement == "reward" or config.algorithm.distills):
+        name = m.TEACHER_KL if config.algorithm.distills else m.REWARD_KL
+        found[name] = math.fsum(float(part.sum()) for part in distance) / free
     found[m.LEARNING_RATE] = learning_rate(config.trainer, result.step, config.steps)
     if config.algorithm.kl.coef:
         found[m.KL_COEF] = result.kl_coef

@@ -87,14 +87,17 @@ def compute_advantages(
 
     Args:
         outcomes: float64 [B], of `shape_rewards`.
-        outputs: old log-probabilities are needed for a KL term in the reward, the others by some estimators.
+        outputs: old log-probabilities are needed for a KL term in the reward and for `reads_reference`, the others by
+            some estimators.
         kl_coef: of this step.
     """
     algorithm = config.algorithm
     distances = _reference_kl(batch, outputs.old_logprobs, algorithm)
-    penalties = distances if algorithm.kl.placement == "reward" else None
+    penalties = distances if algorithm.kl.placement == "reward" or algorithm.distills else None
     turns = _compare_turns(batch, outcomes, algorithm) if algorithm.advantage.compares_turns else None
-    if turns is None:
+    if algorithm.distills:
+        kl_coef = 1.0  # the estimator has its own coefficient
+    if turns is None and not algorithm.distills:
         parts = _compare(batch, outcomes, penalties, algorithm, kl_coef=kl_coef)
     else:
         parts = _RewardParts(scores=np.zeros_like(outcomes), token_rewards=False, penalties=penalties)
@@ -320,14 +323,15 @@ def _reference_kl(
     It is 0 for tokens that a grammar forced: the policy did not choose them, so that its log-probability estimates no
     distance there. A forced token that is less likely than under the reference would even reward the tokens before it.
     """
-    if old is None or algorithm.kl.coef == 0:
+    if old is None or not (algorithm.kl.coef or algorithm.distills):
         return None
+    term = algorithm.kl
+    estimator: kl.Kind = "k1" if algorithm.distills else term.estimator
     distances = list[Float64Array]()
     for _, members in batch.chunks():
         current = torch.from_numpy(np.concatenate(old[members.start : members.stop]))
         reference = torch.from_numpy(batch.pack("reference_logprobs", members))
-        term = algorithm.kl
-        found = kl.estimate(current, reference, term.estimator, k3_max=term.k3_max)
+        found = kl.estimate(current, reference, estimator, k3_max=term.k3_max)
         estimate = found.numpy().astype(np.float64)
         free = np.concatenate([batch.free(i) for i in members])
         distances += unpack(np.where(free, estimate, 0.0), batch.lengths[members])

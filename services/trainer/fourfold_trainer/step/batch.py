@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.algorithm.advantages.base import group_members
+from fourfold.algorithm.selection import pairs_of
 from fourfold.arrays import BoolArray, Float32Array, Int64Array
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.schema import Config
@@ -191,8 +192,9 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
                 f"{name} was sampled with top_p = {sample.top_p:g}, top_k = {sample.top_k}; the engine's "
                 f"log-probabilities are then renormalised and cannot be trained on: sample with temperature alone"
             )
-        if (algorithm.kl.coef > 0 or loss.needs_reference) and not len(sample.reference_logprobs):
+        if algorithm.needs_reference and not len(sample.reference_logprobs):
             reader = f"loss.kind = `{loss.kind}`" if loss.needs_reference else f"kl.coef = {algorithm.kl.coef:g}"
+            reader = f"advantage.kind = `{algorithm.advantage.kind}`" if algorithm.distills else reader
             raise InvalidInput(f"{name} has no reference_logprobs; algorithm.{reader} needs them")
         if algorithm.advantage.needs_greedy_sample and sample.baseline_score is None:
             kind = algorithm.advantage.kind
@@ -209,13 +211,14 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
 def check_pairs(samples: Sequence[Sample], config: Config) -> None:
     """Refuse a group that is not two trajectories of different scores, or does not fit in one micro-batch.
 
-    Any samples are accepted if the loss does not read pairs.
+    Any samples are accepted if the loss does not read pairs. With `selection.kind = "all-pairs"` a group has at least
+    one pair. A group without loss tokens is not trained on.
 
     Raises:
         InvalidInput: names the group, the value and the rule.
     """
     most_tokens = config.batch.tokens_per_micro_batch
-    loss = config.algorithm.loss
+    selection, loss = config.algorithm.selection, config.algorithm.loss
     if loss.trains == "scores" and (part := next((s for s in samples if s.segment_count > 1), None)):
         raise InvalidInput(
             f"sample {part.sample_id} is one of {part.segment_count} segments of trajectory {part.trajectory}, and "
@@ -224,17 +227,21 @@ def check_pairs(samples: Sequence[Sample], config: Config) -> None:
     if loss.reads != "pairs":
         return
     for members in group_members([sample.group_id for sample in samples]):
-        pair = [samples[i] for i in members]
-        scores = {sample.trajectory: sample.score for sample in pair}
-        group = f"group {pair[0].group_id}"
-        if len(scores) != 2:
+        unit = [samples[i] for i in members]
+        if not any((sample.loss_mask & sample.action_mask).any() for sample in unit):
+            continue
+        scores = {sample.trajectory: sample.score for sample in unit}
+        group = f"group {unit[0].group_id}"
+        if len(scores) != 2 and selection.kind != "all-pairs":
             raise InvalidInput(f"{group} has {len(scores)} samples; a pair has 2: send one pair per group")
-        if len(set(scores.values())) != 2:
+        known = [score for score in scores.values() if score is not None]
+        if len(known) == len(scores) and not pairs_of(known, selection.min_margin):
+            margin = f" by {selection.min_margin:g}" if selection.min_margin else ""
             raise InvalidInput(
-                f"{group}: both samples have the score {pair[0].score}; the preferred one of a pair has the greater "
-                f"score: leave the pair out"
+                f"{group}: its samples have the scores {', '.join(map(str, scores.values()))}; the preferred one of a "
+                f"pair has the greater score{margin}: leave the group out"
             )
-        tokens = sum(len(sample.token_ids) for sample in pair)
+        tokens = sum(len(sample.token_ids) for sample in unit)
         if tokens > most_tokens:
             raise InvalidInput(
                 f"{group} has {tokens} tokens, more than a micro-batch of {most_tokens}, in which a pair stays "

@@ -32,7 +32,8 @@ def needs_old_logprobs(config: Config) -> bool:
 
     A step with one update needs no such pass: the policy has not changed yet, so the log-probabilities of the update's
     own pass are the old ones. But a KL term in the reward, an adaptive KL coefficient, or an estimator that compares
-    tokens needs them before the update. Rows have no engine to compare with, so only their loss may read old ones.
+    tokens or reads the reference needs them before the update. Rows have no engine to compare with, so only their loss
+    may read old ones.
     """
     read = config.needs_engines or config.algorithm.loss.compares_with_old
     return (read and config.batch.updates_per_step > 1) or _for_advantages(config)
@@ -40,8 +41,9 @@ def needs_old_logprobs(config: Config) -> bool:
 
 def _for_advantages(config: Config) -> bool:
     """Return whether old log-probabilities are needed before the advantages, and for all samples."""
-    kl = config.algorithm.kl
-    return config.algorithm.advantage.compares_tokens or (kl.coef > 0 and (kl.placement == "reward" or kl.target > 0))
+    algorithm, kl = config.algorithm, config.algorithm.kl
+    in_reward = kl.coef > 0 and (kl.placement == "reward" or kl.target > 0)
+    return algorithm.advantage.compares_tokens or algorithm.distills or in_reward
 
 
 def _needs_all_tokens(config: Config, *, trains_policy: bool) -> bool:

@@ -1,18 +1,21 @@
 """Makes the micro-batches of a loss of whole answers, with weights that are known before the first pass.
 
 A unit is a pair of trajectories of one group, or a trajectory with a label. It stays in one micro-batch, and counts if
-each of its trajectories has a loss token.
+each of its trajectories has a loss token. With `selection.kind = "all-pairs"`, a group has all pairs of its
+trajectories whose scores differ; they stay together, and each trajectory has one pass for all of its pairs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fourfold.algorithm.losses.units import SampleLoss
+from fourfold.algorithm.selection import pairs_of
 from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int64Array
 from fourfold.config.schema import Config
 from fourfold_trainer import batches
@@ -48,18 +51,22 @@ class LossUnits:
 
     def micro_batches(self, members: Sequence[int]) -> list[MicroBatches[UnitBatch]]:
         """Return each rank's micro-batches of the members that `to_train` returned, which make one optimizer step."""
-        pairs = self.loss.reads == "pairs"
-        unit_weight = 1 / len(np.unique(unit_of(self.batch, self.config)[list(members)]))
-        preferred = self._preferred(members) if pairs and self.config.algorithm.sft_coef else set()
+        reads_pairs, several = self.loss.reads == "pairs", self.config.algorithm.selection.kind == "all-pairs"
+        pairs = self._pairs(members) if reads_pairs else []
+        by_chosen: dict[int, list[int]] = {}
+        for chosen, rejected in pairs if several else ():
+            by_chosen.setdefault(chosen, []).append(rejected)
+        unit_weight = 1 / (len(pairs) if reads_pairs else len(self._trajectories(members)))
+        preferred = Counter(chosen for chosen, _ in pairs if self.config.algorithm.sft_coef)
         lengths = self.batch.total(self.batch.loss_lengths)
-        tokens = sum(int(lengths[j]) for j in preferred)
-        nll_weights = dict.fromkeys(preferred, 1 / max(tokens, 1))
+        tokens = sum(count * int(lengths[j]) for j, count in preferred.items())
+        nll_weights = {j: count / max(tokens, 1) for j, count in preferred.items()}
 
         def make(found: Sequence[int]) -> UnitBatch:
-            return self._unit_batch(found, unit_weight, nll_weights)
+            return self._unit_batch(found, unit_weight, nll_weights, by_chosen)
 
         dummy = batches.dummy_unit_batch(
-            pairs=pairs, with_reference=self.loss.needs_reference, with_factors=self.loss.tail_weight != 1
+            pairs=reads_pairs, with_reference=self.loss.needs_reference, with_factors=self.loss.tail_weight != 1
         )
         return fill(policy_shares(self.batch, self.config, members), make, dummy)
 
@@ -88,28 +95,39 @@ class LossUnits:
     def _trajectories(self, members: Sequence[int]) -> list[int]:
         return list(dict.fromkeys(self.batch.trajectory_of[list(members)].tolist()))
 
-    def _preferred(self, members: Sequence[int]) -> set[int]:
-        """Return the trajectory of each pair that has the greater score."""
-        best: dict[int, int] = {}
+    def _pairs(self, members: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the pairs of the members' groups as trajectories, the preferred one first."""
+        groups: dict[int, list[int]] = {}
         units, scores = unit_of(self.batch, self.config), self.batch.values("score")
         for j in self._trajectories(members):
-            unit = int(units[self.batch.bounds[j]])
-            other = best.setdefault(unit, j)
-            best[unit] = j if scores[j] > scores[other] else other
-        return set(best.values())
+            groups.setdefault(int(units[self.batch.bounds[j]]), []).append(j)
+        margin = self.config.algorithm.selection.min_margin
+        return [
+            (group[a], group[b]) for group in groups.values() for a, b in pairs_of([scores[j] for j in group], margin)
+        ]
 
-    def _unit_batch(self, members: Sequence[int], unit_weight: float, nll_weights: dict[int, float]) -> UnitBatch:
+    def _unit_batch(
+        self,
+        members: Sequence[int],
+        unit_weight: float,
+        nll_weights: Mapping[int, float],
+        by_chosen: Mapping[int, Sequence[int]],
+    ) -> UnitBatch:
+        """Return a micro-batch; `by_chosen` has the other trajectories of all pairs, if a trajectory is in several."""
         # Per micro-batch, nothing here takes Python time for the other samples of the step.
         numbers, scores = self.batch.trajectory_of[list(members)], self.batch.samples.values["score"]
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))  # of the trajectories, whose segments are neighbours
         counts: Int64Array = np.add.reduceat(self.batch.loss_lengths[list(members)], starts)
         reference = [self._aligned("reference_logprobs", i) for i in members] if self.loss.needs_reference else []
-        units = len(starts) // (2 if self.loss.reads == "pairs" else 1)
+        place = {j: i for i, j in enumerate(numbers[starts].tolist())}
+        pairs = np.array([(place[a], place[b]) for a in place for b in by_chosen.get(a, ())], np.int64).ravel()
+        units = len(pairs) // 2 or len(starts) // (2 if self.loss.reads == "pairs" else 1)
         return UnitBatch(
             tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
             counts=counts,
             labels=np.array([scores[members[at]] for at in starts], np.float64),
             unit_weights=np.full(units, unit_weight, np.float64),
+            pairs=pairs,
             nll_weights=np.array([nll_weights.get(j, 0.0) for j in numbers[starts].tolist()], np.float64),
             reference_logprobs=np.concatenate(reference) if reference else EMPTY_FLOATS,
             factors=tail_factors(counts, self.loss.tail_weight),

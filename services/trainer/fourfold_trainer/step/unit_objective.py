@@ -35,11 +35,13 @@ def unit_objective(
     if len(factors):
         compared = sample_sums(factors * logprobs, counts)
         reference = None if reference is None else factors * reference
+    # Indexing by a tensor adds up its gradient in a fixed order, also on GPUs, where `index_select` does not.
+    order = to_device(batch.pairs, device) if len(batch.pairs) else slice(None)
     inputs = SampleInputs(
-        sums=compared,
-        counts=counts,
-        labels=to_device(batch.labels, device),
-        reference_sums=None if reference is None else sample_sums(reference, counts),
+        sums=compared[order],
+        counts=counts[order],
+        labels=to_device(batch.labels, device)[order],
+        reference_sums=None if reference is None else sample_sums(reference, counts)[order],
         distance=settings.distance,
     )
     found = loss.compute(inputs)
@@ -47,11 +49,11 @@ def unit_objective(
     total = (weights * torch.where(real, found.loss, 0.0)).sum()
     means = dict(found.means)
     if loss.trains == "scores":
-        scores = sums.detach().view(len(weights), -1)  # of the samples of each unit
+        scores = sums.detach()[order].view(len(weights), -1)  # of the samples of each unit
         means |= {metrics.SCORE_MEAN: scores.mean(1), SCORE_SQUARES: scores.square().mean(1)}
     elif loss.reads == "pairs":
-        chosen, rejected = inputs.sides(sums.detach())
-        one, two = inputs.sides(counts)
+        chosen, rejected = inputs.sides(sums.detach()[order])
+        one, two = inputs.sides(inputs.counts)
         means |= {metrics.PAIR_CHOSEN_LOGPROB: chosen, metrics.PAIR_REJECTED_LOGPROB: rejected}
         means[metrics.PAIR_LENGTH_DIFFERENCE] = one - two
     accumulator.add_loss(total.detach(), real=real, means=means, count=counts.sum() * real.any())

@@ -52,10 +52,6 @@ class SelectionConfig(Table):
         """True if a unit is a pair."""
         return self.kind in ("best-worst", "all-pairs")
 
-    def most_samples(self, group_size: int) -> int:
-        """Return the largest number of samples of a group that are selected."""
-        return {"best": 1, "top": self.count, "best-worst": 2}.get(self.kind, group_size)
-
     def select(self, scores: Sequence[float]) -> list[int]:
         """Return the indices of the selected samples of a group, in order; none: the group has nothing to train on."""
         order = sorted(range(len(scores)), key=lambda i: -scores[i])  # stable: the earlier one of equal scores first

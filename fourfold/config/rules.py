@@ -80,12 +80,12 @@ def _check_lengths(config: Config) -> None:
 def _check_units(config: Config) -> None:
     """Check that the samples of a group that are compared with each other fit in one micro-batch."""
     selection, batch, context = config.algorithm.selection, config.batch, config.model.max_context_tokens
-    count = selection.most_samples(batch.group_size)
+    count = batch.group_size if selection.kind == "all-pairs" else 2
     if selection.makes_pairs and batch.tokens_per_micro_batch < count * context:
         raise ValueError(
             f"batch.tokens_per_micro_batch = {batch.tokens_per_micro_batch} cannot hold {count} samples of "
-            f"model.max_context_tokens = {context}, and algorithm.selection.kind = `{selection.kind}` compares so many "
-            f"with each other; raise the first to {count * context}, or lower the second"
+            f"model.max_context_tokens = {context}, and algorithm.selection.kind = `{selection.kind}` keeps so many "
+            f"together; raise the first to {count * context}, or lower the second"
         )
 
 

@@ -30,7 +30,8 @@ from tests.unit.trainer.test_train_step import ALGORITHMS, batch, recipe
 STATE = AlgorithmState(scores=RunningMoments(count=9, mean=0.5, m2=4.0))
 SHADOW_SCORES = (3.0, 0.0, 1.0, 2.0, 5.0, -1.0, 0.5)
 RECIPES: dict[str, dict[str, Any]] = {
-    **ALGORITHMS,
+    # Without those whose advantages follow from no score.
+    **{name: algorithm for name, algorithm in ALGORITHMS.items() if name not in ("distillation", "selected")},
     "shaped": {"shaping": {"normalize": True, "overlong_buffer": 0.5, "truncated": 0.5}, "whiten": "full"},
     "gdpo": {"advantage": {"kind": "gdpo"}},
     "turns": {"advantage": {"kind": "turn-grpo", "turn_discount": 0.5}},

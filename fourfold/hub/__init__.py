@@ -5,6 +5,7 @@ repository belong to a model, or to a split of a data set; `upload.py` uploads a
 """
 
 from fourfold.hub.layout import ADDITIONAL_TEMPLATES as ADDITIONAL_TEMPLATES
+from fourfold.hub.layout import COMPRESSED as COMPRESSED
 from fourfold.hub.layout import choose_split as choose_split
 from fourfold.hub.layout import split_files as split_files
 from fourfold.hub.repository import PREFIX as PREFIX

@@ -17,12 +17,15 @@ from fourfold.install import install_command
 from fourfold.text import choices, clean
 
 README: Final = "README.md"
-_DATA_FILES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".csv", ".tsv")
+COMPRESSED: Final = (".gz", ".bz2", ".zst")
+"""Ends of the names of text files that are read without being unpacked first."""
+_TEXT_FILES: Final = (".jsonl", ".json", ".ndjson", ".csv", ".tsv")
+_DATA_FILES: Final = (".parquet", *_TEXT_FILES, *(text + end for text in _TEXT_FILES for end in COMPRESSED))
 _MODEL_FILES: Final = (".safetensors", ".json", ".txt", ".model", ".jinja")
 ADDITIONAL_TEMPLATES: Final = "additional_chat_templates"
 """Folder of a model with chat templates besides chat_template.jinja, each a file NAME.jinja."""
 _NO_DATA: Final = re.compile(r"(^|/)(dataset_infos?|dataset_dict|state|config)\.json$|(^|/)\.")
-_SHARD: Final = re.compile(r"(?:^|/)([\w.]+?)-\d{5}-of-\d{5}(?:-\w+)?\.\w+$")
+_SHARD: Final = re.compile(r"(?:^|/)([\w.]+?)-\d{5}-of-\d{5}(?:-\w+)?\.\w+(?:\.\w+)?$")
 _SPLIT_WORDS: Final[Mapping[str, str]] = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",

@@ -58,6 +58,7 @@ DATA_SETS: Final[dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[list
                  [["a"]]),
     "alpaca-history": ([{"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["p", "b"]]}], {},
                        [["a"]]),
+    "dolly": ([{"instruction": "q", "context": "", "response": "a", "category": "open_qa"}], {}, [["a"]]),
     "openorca": ([{"id": "niv.1", "system_prompt": "", "question": "q", "response": "a"}], {}, [["a"]]),
     "openai-functions": ([{"messages": [
         said("Rain?")[0],

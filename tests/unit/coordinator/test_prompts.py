@@ -24,7 +24,7 @@ from fourfold.seeds import derive_seed
 from fourfold_coordinator.data import sources
 from fourfold_coordinator.data.load_prompts import load_prompts
 from fourfold_coordinator.data.prompts import Prompt, PromptSet
-from fourfold_coordinator.data.sources import read_rows
+from fourfold_coordinator.data.sources import count_rows, read_rows
 from tests.fakes.toy import make_config
 from tests.support.chat_templates import write_tokenizer
 
@@ -191,6 +191,22 @@ def test_a_row_may_be_a_list_of_messages_and_an_answer(tmp_path: Path) -> None:
 def test_semicolons_may_separate_values(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('question;answer\n"a; b, c";3,5\n')
     assert list(read_rows(DataSourceConfig(path=str(tmp_path / "a.csv")))) == [{"question": "a; b, c", "answer": "3,5"}]
+
+
+@pytest.mark.parametrize(("end", "codec"), [("gz", "gzip"), ("bz2", "bz2"), ("zst", "zstd")])
+def test_text_files_may_be_compressed(tmp_path: Path, end: str, codec: str) -> None:
+    rows = [{"question": "é", "answer": "1"}, {"question": "b", "answer": "2"}]
+    texts = {"a.jsonl": "\n".join(map(json.dumps, rows)), "a.json": json.dumps(rows),
+             "a.csv": "question;answer\né;1\nb;2\n", "a.tsv": "question\tanswer\né\t1\nb\t2\n"}  # fmt: skip
+    for name, text in texts.items():
+        with pa.output_stream(str(tmp_path / f"{name}.{end}"), compression=codec) as file:
+            file.write(text.encode())
+        source = DataSourceConfig(path=str(tmp_path / f"{name}.{end}"))
+        assert (list(read_rows(source)), count_rows(source)) == (rows, None)
+    whole = (tmp_path / f"a.jsonl.{end}").read_bytes()
+    (tmp_path / f"a.jsonl.{end}").write_bytes(whole[:-6])
+    with pytest.raises(ConfigError, match=rf"a.jsonl.{end}: cannot be read: .*; write it again"):
+        list(read_rows(DataSourceConfig(path=str(tmp_path / f"a.jsonl.{end}"))))
 
 
 def test_a_row_may_have_tools(tmp_path: Path, load: Callable[..., PromptSet]) -> None:

@@ -36,6 +36,12 @@ def files(names: Sequence[str], split: str = "train", config: str = "", readme: 
     return split_files(names, readme, config=config, split=split, where="hf:o/n")
 
 
+def test_compressed_files_are_data() -> None:
+    names = ["README.md", "good/train.jsonl.gz", "good/test.jsonl.gz", "b/x-00000-of-00001.jsonl.zst", "b/model.bin.gz"]
+    assert files(names[:3], "test", "good") == ["good/test.jsonl.gz"]
+    assert files(names[3:], "x") == ["b/x-00000-of-00001.jsonl.zst"]
+
+
 def test_the_metadata_of_the_readme_names_files_of_configurations_and_splits() -> None:
     assert files(GSM8K_FILES, "test", "main", GSM8K) == ["main/test-00000-of-00001.parquet"]
     default = ["socratic/train-00000-of-00001.parquet", "more/a/b/x.parquet", "more/y.parquet"]

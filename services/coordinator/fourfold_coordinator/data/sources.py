@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import itertools
 import json
 import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import IO, Any, Final, TextIO
 
 from fourfold import hub
 from fourfold.config.sources import DataSourceConfig
@@ -31,7 +32,10 @@ _DICT: Final = "dataset_dict.json"  # file of a `DatasetDict.save_to_disk` folde
 _PART: Final = 1 << 20  # number of characters of a JSON array that are read at once
 _GAP: Final = re.compile(r"[\s,]*")  # allowed between the elements of a JSON array
 
-_KINDS: Final = "give a .jsonl, .json, .csv, .tsv or .parquet file, a dataset folder, or hf:OWNER/NAME"
+_KINDS: Final = (
+    "give a .jsonl, .json, .csv or .tsv file, also one that ends in .gz, .bz2 or .zst, a .parquet file, a "
+    "dataset folder, or hf:OWNER/NAME"
+)
 
 
 def read_rows(source: DataSourceConfig) -> Iterator[Row]:
@@ -51,7 +55,9 @@ def count_rows(source: DataSourceConfig) -> int | None:
 
 
 def _count(path: Path) -> int | None:
-    """Return the rows of Parquet, and the lines of other files; None for folders, JSON arrays and damaged files."""
+    """Return the rows of Parquet, and the lines of text files; None for folders, JSON arrays and damaged files."""
+    if path.suffix.lower() in hub.COMPRESSED:
+        return None
     try:
         if path.suffix.lower() == ".parquet":
             import pyarrow.parquet
@@ -120,25 +126,40 @@ def _file_rows(path: Path) -> Iterator[Row]:
 def _parsed_rows(path: Path) -> Iterator[Row]:
     if path.is_dir():
         return _dataset_folder(path)
-    match path.suffix.lower():
+    compressed = path.suffix.lower() in hub.COMPRESSED
+    kind = (path.with_suffix("") if compressed else path).suffix.lower()
+    match kind:
         case ".jsonl" | ".json" | ".ndjson":
             return _json(path)
         case ".csv" | ".tsv":
-            return _csv(path)
-        case ".parquet":
+            return _csv(path, "\t" if kind == ".tsv" else "")
+        case ".parquet" if not compressed:
             return _parquet(path)
     raise ConfigError(f"path = {str(path)!r}: unknown kind {path.suffix!r}; {_KINDS}")
 
 
+def _bytes(path: Path) -> IO[bytes]:
+    """Open a file, which may be compressed. It cannot be moved to another position."""
+    if path.suffix.lower() not in hub.COMPRESSED:
+        return path.open("rb")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path)))  # unpacked by the end of the name
+
+
+def _open(path: Path, newline: str | None = None) -> TextIO:
+    return io.TextIOWrapper(_bytes(path), encoding="utf-8-sig", newline=newline)
+
+
 def _json(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with one JSON object in each line, or with one JSON array of objects."""
-    with path.open(encoding="utf-8-sig") as file:
+    with _open(path) as file:
         while (first := file.read(1)).isspace():
             pass
         if first == "[":
             yield from _json_array(path, file)
             return
-        file.seek(0)
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -181,14 +202,14 @@ def _checked(row: Any, text: str) -> Row:
     return row
 
 
-def _csv(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file with a header line; all values are texts."""
+def _csv(path: Path, delimiter: str) -> Iterator[Row]:
+    """Yield the rows of a file with a header line; all values are texts. An empty delimiter is found in that line."""
     csv.field_size_limit(1 << 30)  # the default of 131,072 characters is less than a long prompt has
-    with path.open("rb") as raw:
+    with _bytes(path) as raw:
         names = raw.readline()
     # Spreadsheets separate by semicolons where a comma is the decimal point.
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ";" if b";" in names and b"," not in names else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    delimiter = delimiter or (";" if b";" in names and b"," not in names else ",")
+    with _open(path, newline="") as file:
         rows = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             header = next(rows, [])

@@ -28,6 +28,8 @@ _COMPLETIONS: Final = (
     ("prompt", "completion"), ("prompt", "response"), ("question", "response"), ("query", "response"),
     ("question", "answer"), ("input", "output"),
 )  # fmt: skip
+_ALPACA_INPUTS: Final = ("input", "context")  # the second one of each is Dolly's
+_ALPACA_ANSWERS: Final = ("output", "response")
 _PROMPTS: Final = ("prompt", "question", "query", "input")
 _TRANSCRIPT: Final = re.compile(r"\n\n(Human|Assistant):")
 _GLAIVE: Final = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -117,7 +119,8 @@ def _completion_columns(columns: Row, fields: RowFields) -> tuple[str, str]:
 
 
 def _is_alpaca(columns: Row, fields: RowFields) -> bool:
-    return "instruction" in columns and "output" in columns and not fields.prompt_field
+    has_answer = any(name in columns for name in _ALPACA_ANSWERS)
+    return "instruction" in columns and has_answer and not fields.prompt_field
 
 
 def _is_pair(columns: Row, fields: RowFields) -> bool:
@@ -380,14 +383,16 @@ def _labelled(row: Row, fields: RowFields) -> NormalRow:
 
 def _alpaca(row: Row, fields: RowFields) -> NormalRow:
     prompt = _text(_column(row, "instruction", "data.prompt_field"), "the instruction")
-    if more := row.get("input"):
-        prompt = f"{prompt}\n{_text(more, 'the input')}"
+    for name in _ALPACA_INPUTS:
+        if more := row.get(name):
+            prompt = f"{prompt}\n{_text(more, f'the {name}')}"
     history: list[dict[str, Any]] = []
     for entry in row.get("history") or ():
         if not isinstance(entry, list | tuple) or len(entry) != 2 or not all(isinstance(text, str) for text in entry):
             raise InvalidInput(f"an entry of the history is {_show(entry)}; each is a question and its answer")
         history += [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
-    answer = _text(_column(row, "output", "data.answer_field"), "the output")
+    name = next((name for name in _ALPACA_ANSWERS if row.get(name) is not None), "output")
+    answer = _text(_column(row, name, "data.answer_field"), f"the {name}")
     if not fields.chat:
         if history:
             raise InvalidInput("a row with a history needs a chat template; set data.chat = true")

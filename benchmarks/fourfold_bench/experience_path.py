@@ -28,7 +28,7 @@ import json
 import string
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,7 +194,7 @@ class ReadyCore:
             }
         )
 
-    def check_step(self, step: int) -> bool:
+    def check_step(self, step: int, *, running: Collection[int] = ()) -> bool:
         """Return that the step is new."""
         return True
 

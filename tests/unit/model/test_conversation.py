@@ -279,3 +279,18 @@ def test_each_step_has_a_span(load: Callable[..., Tokenizer]) -> None:
     tokenizer = load("qwen25")
     (answer,) = encode_rendered([steps_answer(plain_answer("ab", ""), ["the\n\n", "end"])], tokenizer)
     assert losses(tokenizer, answer) == ["the\n\n", "end"]
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_a_template_that_leaves_out_tools_or_their_calls_is_refused(
+    load: Callable[..., Tokenizer], loss_on: Any
+) -> None:
+    tool = {"type": "function", "function": {"name": "rain", "description": "d", "parameters": {}}}
+    call = {"type": "function", "function": {"name": "rain", "arguments": {"city": "Ulm"}}}
+    messages = [said("user", "Wet?"), said("assistant", "", tool_calls=[call]), said("assistant", "No.")]
+    rule = EncodingRule(loss_on=loss_on)
+    render_answers(messages, [tool], load("qwen25"), rule)
+    with pytest.raises(InvalidInput, match=r"leaves out the tool 'rain'; set data.chat_template .*data.tools_field"):
+        render_answers(messages, [tool], load("chatml"), rule)
+    with pytest.raises(InvalidInput, match=r"message 1: the chat template leaves out its call of 'rain'; set data"):
+        render_answers(messages, [], load("chatml"), rule)

@@ -195,9 +195,9 @@ def test_semicolons_may_separate_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("end", "codec"), [("gz", "gzip"), ("bz2", "bz2"), ("zst", "zstd")])
 def test_text_files_may_be_compressed(tmp_path: Path, end: str, codec: str) -> None:
-    rows = [{"question": "é", "answer": "1"}, {"question": "b", "answer": "2"}]
+    rows = [{"question": "\u00e9", "answer": "1"}, {"question": "b", "answer": "2"}]
     texts = {"a.jsonl": "\n".join(map(json.dumps, rows)), "a.json": json.dumps(rows),
-             "a.csv": "question;answer\né;1\nb;2\n", "a.tsv": "question\tanswer\né\t1\nb\t2\n"}  # fmt: skip
+             "a.csv": "question;answer\n\u00e9;1\nb;2\n", "a.tsv": "question\tanswer\n\u00e9\t1\nb\t2\n"}  # fmt: skip
     for name, text in texts.items():
         with pa.output_stream(str(tmp_path / f"{name}.{end}"), compression=codec) as file:
             file.write(text.encode())

@@ -201,6 +201,7 @@ def test_a_pair_of_several_turns_is_compared_only_if_asked() -> None:
     [
         ([{"a": 1, "b": "x", "c": "y"}], "pairs", r"columns a, b, c; the loss reads pairs.*chosen_field"),
         ([{"a": 1}], None, r"columns a; these need `messages`.*data\.prompt_field"),
+        ([{"promt": "q", "completion": "a"}], "answers", r"there is no column 'prompt': did you mean `promt`\?"),
         ([{"messages": CHAT}], "labels", r"data\.label_field"),
         ([{"messages": CHAT}], "steps", r"the loss reads steps, and these need `prompt`, `completions` and `labels`"),
         (
@@ -253,7 +254,7 @@ def test_missing_column_is_an_error_of_the_recipe(form: Form, row: dict[str, Any
         (
             Form.PAIRS,
             pair(CHAT, [user("p"), reply("b")]),
-            r"differ before their last message, at message 0: .*has \"q.*other \"p",
+            r"differ before their last message, at message 0: .*has \"q.*other \"p.*one prompt$",
         ),
         (Form.PAIRS, pair(CHAT[1:], [reply("b")]), r"answers without a prompt"),
         (Form.STEPS, {"prompt": "q", "completions": ["1"], "labels": []}, r"1 completions and 0 labels"),

@@ -6,6 +6,7 @@ they consist of, because the `datasets` library would bring pandas and an HTTP c
 
 from __future__ import annotations
 
+import codecs
 import csv
 import dataclasses
 import io
@@ -153,18 +154,20 @@ def _open(path: Path, newline: str | None = None) -> TextIO:
 
 def _json(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with one JSON object in each line, or with one JSON array of objects."""
-    with _open(path) as file:
-        while (first := file.read(1)).isspace():
+    with _bytes(path) as file:
+        while (first := file.read(1)) and (first.isspace() or first in codecs.BOM_UTF8):
             pass
-        if first == "[":
-            yield from _json_array(path, file)
+        if first == b"[":
+            with io.TextIOWrapper(file, encoding="utf-8") as text:
+                yield from _json_array(path, text)
             return
-    with _open(path) as file:
+    with _bytes(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                yield _checked(json.loads(line), line)
+                text_line = line.decode("utf-8-sig")  # here, so that an error has the number of its line
+                yield _checked(json.loads(text_line), text_line)
             except ValueError as error:
                 raise ConfigError(
                     f"{path}:{number}: not valid JSON: {error}; each line is one JSON object, or the file is one array"

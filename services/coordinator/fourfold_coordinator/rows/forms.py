@@ -77,7 +77,25 @@ def recognise(rows: Sequence[Row], fields: RowFields, reads: Reads | None = None
     }.get(reads or "", "`messages` (data.messages_field), or `prompt` and `completion` (data.prompt_field and "
           "data.answer_field), or `text`")  # fmt: skip
     what = f"the loss reads {reads}, and these" if reads else "these"
-    raise ConfigError(f"the rows have the columns {_names(columns)}; {what} need {needs}")
+    raise ConfigError(
+        f"the rows have the columns {_names(columns)}; {what} need {needs}{_missing(columns, fields, reads)}"
+    )
+
+
+def _missing(columns: Row, fields: RowFields, reads: Reads | None) -> str:
+    """Return which columns the recipe names and the rows lack, and the nearest names of those that are there."""
+    named = [name for name in (fields.messages_field, fields.prompt_field, fields.answer_field) if name]
+    usual = {
+        "pairs": (fields.chosen_field, fields.rejected_field),
+        "labels": (fields.label_field,),
+        "steps": ("completions", "labels"),
+    }.get(reads or "", ("messages", "prompt", "completion", "text"))
+    found = list[str]()
+    for name in dict.fromkeys((*named, *usual)):
+        near = nearest_name(name, columns) if name not in columns else ""
+        if near or (name in named and name not in columns):
+            found.append(f"; there is no column {name!r}{f': did you mean `{near}`?' if near else ''}")
+    return "".join(found)
 
 
 def _check_only_text(columns: Row, fields: RowFields) -> None:
@@ -318,8 +336,8 @@ def _compared(
     if not answers or not (last or fields.several_turns):
         what = f"at message {common}: {first_difference(str(chosen[common]), str(rejected[common]))}"
         raise InvalidInput(
-            f"chosen and rejected differ before their last message, {what}; both answer one prompt. "
-            + ('data.loss_on = "assistant" compares answers of several turns' if answers else "Correct the row")
+            f"chosen and rejected differ before their last message, {what}; both answer one prompt"
+            + ('. data.loss_on = "assistant" compares answers of several turns' if answers else "")
         )
     tools = _tools(row, fields)
     sides = (_checked(Chat(messages=m, answers_from=common, tools=tools)) for m in (chosen, rejected))

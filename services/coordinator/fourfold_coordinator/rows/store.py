@@ -274,8 +274,8 @@ def check_labels(store: TokenStore) -> str:
         return ""
     scarce, factor = ("desirable", (count - good) / good) if share < 0.5 else ("undesirable", good / (count - good))
     return (
-        f"{store.meta.source}: {min(share, 1 - share):.1%} of the answers are {scarce}; a weight of {factor:.3g} for "
-        f"them makes both labels count alike"
+        f"{store.meta.source}: {min(share, 1 - share):.1%} of the answers are {scarce}; algorithm.loss."
+        f"{scarce}_weight = {factor:.3g} makes both labels count alike"
     )
 
 

@@ -1,6 +1,11 @@
-"""Strikes a real run with agents at a lag of 1: kills, ends and stops each of its processes, and fills its disk.
+"""Strikes a real run: kills, ends and stops each of its processes.
 
 python -m tests.support.chaos --events 46 --seed 1 --out result.json
+python -m tests.support.chaos --rows dpo --events 25 --seed 1 --out result.json
+
+The first command strikes a run with agents at a lag of 1, and fills its disk, too. The second one kills the processes
+of a run of rows, also while it encodes the rows and computes their reference, at any time of a step. Every metric of
+its steps and every byte of its model must be those of the same run without events.
 
 Engine, trainer, gateway, environment and rewards are real, and the model is tiny. After the events, the run is ended by
 Ctrl-C, resumed, and trained to its end. The result has each event with the seconds until the next step, the longest
@@ -24,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +78,38 @@ memory_gib = 2
 [checkpoint]
 every_steps = 2
 """
+ROW_RECIPE: Final = """
+name = "tiny"
+seed = 5
+
+[model]
+source = "{model}"
+max_context_tokens = 64
+dtype = "float32"
+
+[data]
+passes = 2
+chat = false
+cache = "cache"
+train = {{ path = "rows.jsonl" }}
+
+[batch]
+rows_per_step = {rows}
+tokens_per_micro_batch = 128
+
+[algorithm]
+preset = "{preset}"
+
+[trainer]
+ranks = 2
+learning_rate = 1e-4
+
+[checkpoint]
+every_steps = 5
+"""
+ROWS_PER_STEP: Final = 8
+ROW_METRICS: Final = ("data/tokens", "policy/loss", "train/grad_norm")
+ROWS_PER_EVENT: Final = 80  # two passes: 20 steps, and fewer pass between two events
 # Where a victim is: the role of its service, and whether it is a child of the service's process.
 VICTIMS: Final = [
     ("coordinator", False),
@@ -85,6 +123,7 @@ VICTIMS: Final = [
     ("reward", False),
     ("reward", True),
 ]
+ROW_VICTIMS: Final = [("coordinator", False), ("trainer", False), ("trainer", True), ("launcher", False)]
 SIGNALS: Final = [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM]
 
 
@@ -102,19 +141,8 @@ class Event:
 class ChaosRun:
     """One `fourfold run`, its console, and what strikes it."""
 
-    def __init__(self, root: Path, model: Path, *, seed: int) -> None:
+    def __init__(self, root: Path, *, seed: int) -> None:
         self.root, self.run_dir = root, root / "runs" / "tiny"
-        write_run(
-            root,
-            model,
-            prompts_per_step=2,
-            tables=TABLES,
-            calculator=REPOSITORY / "examples/environments/calculator.py",
-        )
-        recipe = root / "recipe.toml"
-        text = recipe.read_text().replace("steps = 3", "steps = 100000")
-        text = text.replace("max_context_tokens = 64", "max_context_tokens = 384")
-        recipe.write_text(text.replace("tokens_per_micro_batch = 128", "tokens_per_micro_batch = 768"))
         self.console: list[tuple[float, str]] = []
         self.stepped: list[float] = []
         self.events: list[Event] = []
@@ -149,8 +177,8 @@ class ChaosRun:
             self.stepped += [self.now()] * (count - len(self.stepped))
         return count
 
-    def wait(self, process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-        """Wait until something is so.
+    def wait(self, process: subprocess.Popen[str], condition: Callable[[], bool], *, pause: float = 0.1) -> None:
+        """Wait until something is so, which is looked at after every `pause` seconds.
 
         Raises:
             AssertionError: The run ended, or the time ran out.
@@ -160,10 +188,15 @@ class ChaosRun:
             self.steps()
             assert process.poll() is None, f"the run ended with {process.returncode}"
             assert time.monotonic() < end, f"nothing happened for {STEP_SECONDS:.0f} s"
-            time.sleep(0.1)
+            time.sleep(pause)
 
-    def strike(self, process: subprocess.Popen[str], number: signal.Signals, role: str, child: bool) -> None:
-        """Send a signal to a process of the run as soon as there is one, and wait for the second step after it."""
+    def strike(
+        self, process: subprocess.Popen[str], number: signal.Signals, role: str, child: bool
+    ) -> subprocess.Popen[str]:
+        """Send a signal to a process of the run as soon as there is one, and wait for the second step after it.
+
+        Returns the launcher, a new one if it was killed.
+        """
         found: list[psutil.Process] = []
 
         def look() -> bool:
@@ -173,7 +206,7 @@ class ChaosRun:
         self.wait(process, look)
         victim = self._random.choice(found)
         name = f"{number.name} {role}{f' child {_title(victim)}' if child else ''}"
-        with self._event(process, name):
+        with self.event(name) as launcher:
             try:
                 victim.send_signal(number)
                 if number == signal.SIGSTOP:
@@ -181,11 +214,14 @@ class ChaosRun:
                     victim.send_signal(signal.SIGCONT)
             except psutil.NoSuchProcess:  # it was ended, perhaps because it was stopped
                 pass
+            launcher.append(self.again(process) if role == "launcher" else process)
+        return launcher[0]
 
     def fill_disk(self, process: subprocess.Popen[str]) -> None:
         """Leave no byte on the disk of the run for a while."""
         ballast = self.root / "ballast"
-        with self._event(process, "full disk"):
+        with self.event("full disk") as launcher:
+            launcher.append(process)
             with ballast.open("wb", buffering=0) as file, suppress(OSError):
                 while True:
                     file.write(bytes(1 << 16))
@@ -193,18 +229,20 @@ class ChaosRun:
             ballast.unlink()
 
     @contextmanager
-    def _event(self, process: subprocess.Popen[str], what: str) -> Iterator[None]:
+    def event(self, what: str) -> Iterator[list[subprocess.Popen[str]]]:
+        """Note what strikes the run in the block, which appends the launcher, and wait for the second step after it."""
+        launcher = list[subprocess.Popen[str]]()
         before = self.steps()
         event = Event(what, self.now(), before)
         self.events.append(event)
         try:
-            yield
+            yield launcher
             highest = before
 
             def stepped() -> bool:
                 return self.steps() >= highest + 2
 
-            self.wait(process, stepped)
+            self.wait(launcher[0], stepped)
         finally:
             event.seconds_to_step = round(self.now() - event.at, 1)
             event.lines = [line for at, line in self.console if at >= event.at]
@@ -214,11 +252,54 @@ class ChaosRun:
 
     def _victims(self, process: subprocess.Popen[str], role: str, child: bool) -> list[psutil.Process]:
         try:
+            if role == "launcher":
+                return [psutil.Process(process.pid)]
             every = psutil.Process(process.pid).children(recursive=True)
             services = [each for each in every if _words(each)[3:5] == ["serve", role]]
             return [c for each in services for c in each.children() if _words(c)] if child else services
         except psutil.NoSuchProcess:
             return []
+
+    def kill_start(
+        self, process: subprocess.Popen[str], role: str, condition: Callable[[], bool], when: str
+    ) -> subprocess.Popen[str]:
+        """Kill a process of the run as soon as something is so, before the first step; return the present launcher."""
+        self.wait(process, condition, pause=0.002)
+        name, _, child = role.partition(" ")
+        event = Event(f"SIGKILL {role} while it {when}", self.now(), 0)
+        self.events.append(event)
+        (self._victims(process, name, bool(child)) or [psutil.Process(process.pid)])[0].kill()
+        return self.again(process) if name == "launcher" else process
+
+    def again(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+        """Start the run again after its launcher was killed."""
+        process.wait(END_SECONDS)
+        has_folder = (self.run_dir / "config.toml").exists()
+        return self.start(*(("--resume", "runs/tiny") if has_folder else ("recipe.toml",)))
+
+    def end(self, process: subprocess.Popen[str]) -> set[int]:
+        """Wait for the end of the run; return its processes. Raises AssertionError when it fails or stands still."""
+        everything, moved, end = set[int](), -1, time.monotonic() + STEP_SECONDS
+        while process.poll() is None and time.monotonic() < end:
+            everything |= descendants({process.pid})
+            if (steps := self.steps()) != moved:
+                moved, end = steps, time.monotonic() + STEP_SECONDS
+            time.sleep(0.5)
+        assert process.returncode == 0, f"the run ended with {process.returncode}"
+        return everything
+
+    def explain(self, failure: Exception) -> str:
+        """Return an error with the last lines of the console and of all logs."""
+        return f"{failure}\n" + "\n".join(line for _, line in self.console[-30:]) + logs_of(self.run_dir)
+
+    def result(self, **found: Any) -> dict[str, Any]:
+        """Return what is written to the file."""
+        silences = [
+            {"at": at, "seconds": seconds, "before": [line for when, line in self.console if when <= at][-1:]}
+            for at, seconds in self.silences()
+        ]
+        events = [asdict(event) for event in self.events]
+        return {"events": events, "steps": self.steps(), "seconds": self.now(), "silences": silences, **found}
 
     def silences(self) -> list[tuple[float, float]]:
         """Return the intervals without a step and without a line that are longer than the limit.
@@ -292,7 +373,8 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 def run_chaos(folder: Path, events: int, seed: int, *, disk: bool) -> dict[str, Any]:
     """Return the result of one run."""
-    run, error, wrong, left = ChaosRun(folder, write_model(), seed=seed), "", list[str](), set[int]()
+    run, error, wrong, left = ChaosRun(folder, seed=seed), "", list[str](), set[int]()
+    write_agents(folder)
     process = run.start("recipe.toml")
     try:
         run.wait(process, lambda: run.steps() >= 2)
@@ -305,34 +387,104 @@ def run_chaos(folder: Path, events: int, seed: int, *, disk: bool) -> dict[str, 
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT, f"Ctrl-C ended the run with {process.returncode}"
         process = run.start("--resume", "runs/tiny", "--set", f"steps={run.steps() + LAST_STEPS}")
-        end = time.monotonic() + STEP_SECONDS
-        while process.poll() is None and time.monotonic() < end:
-            everything |= descendants({process.pid})
-            time.sleep(0.5)
-        assert process.returncode == 0, f"the resumed run ended with {process.returncode}"
+        everything |= run.end(process)
         wrong = check_ledger(run.run_dir)
-        end = time.monotonic() + END_SECONDS
-        while (left := {pid for pid in everything if psutil.pid_exists(pid)}) and time.monotonic() < end:
-            time.sleep(0.1)
+        left = remaining(everything)
     except (AssertionError, subprocess.TimeoutExpired) as failure:
-        error = f"{failure}\n" + "\n".join(line for _, line in run.console[-30:]) + logs_of(run.run_dir)
+        error = run.explain(failure)
     finally:
-        for pid in descendants({process.pid}) | {process.pid}:
-            if psutil.pid_exists(pid):
-                os.kill(pid, signal.SIGKILL)
-    silences = [
-        {"at": at, "seconds": seconds, "before": [line for when, line in run.console if when <= at][-1:]}
-        for at, seconds in run.silences()
+        kill_all(process)
+    return run.result(seed=seed, wrong=wrong, processes_left=sorted(left), error=error)
+
+
+def run_row_chaos(folder: Path, preset: str, events: int, seed: int) -> dict[str, Any]:
+    """Return the result of a run of rows, which is compared with the same run without events."""
+    calm, run = ChaosRun(folder / "calm", seed=seed), ChaosRun(folder / "struck", seed=seed)
+    model, choose = write_tiny_model(folder / "model", "llama_tied", dtype="float32"), random.Random(seed)
+    for each in (calm, run):
+        write_rows(each.root, model, preset, ROWS_PER_EVENT * events)
+    wrong, error, process = list[str](), "", calm.start("recipe.toml")
+    try:
+        calm.end(process)
+        process = run.start("recipe.toml")
+        cache = run.root / "cache"
+        process = run.kill_start(process, "launcher", lambda: any(cache.glob("fourfold-tokens-*")), "encodes")
+        for role in ("launcher", "coordinator", "trainer", "trainer child") if preset == "dpo" else ():
+            grown = partial(lambda was: blocks(cache) != was, blocks(cache))
+            process = run.kill_start(process, role, grown, "computes the reference")
+        run.wait(process, lambda: run.steps() >= 2)
+        victims = list(islice(cycle(ROW_VICTIMS), events - len(run.events)))
+        choose.shuffle(victims)
+        for role, child in victims:
+            process = run.strike(process, signal.SIGKILL, role, child)
+        left = remaining(run.end(process))
+        wrong = [*differences(calm.run_dir, run.run_dir), *(f"process {pid} is left" for pid in sorted(left))]
+    except (AssertionError, subprocess.TimeoutExpired) as failure:
+        error = run.explain(failure)
+    finally:
+        kill_all(process)
+    return {"preset": preset, **run.result(seed=seed, wrong=wrong, error=error)}
+
+
+def differences(calm: Path, struck: Path) -> list[str]:
+    """Return in what a run differs from the same run without events."""
+    found = list[str]()
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (calm, struck)]
+    if [row["step"] for row in rows[1]] != list(range(1, len(rows[0]) + 1)):
+        found.append("a step is missing or doubled")
+    for name in ROW_METRICS:
+        steps = [a["step"] for a, b in zip(*rows, strict=False) if a.get(name) != b.get(name)]
+        found += [f"{name} differs in steps {steps[:10]}"] * bool(steps)
+    with closing(sqlite3.connect(struck / "ledger.sqlite")) as ledger:
+        taken = [position for (position,) in ledger.execute("SELECT data_position FROM steps ORDER BY step")]
+    found += [f"after step {i} {n} rows were taken" for i, n in enumerate(taken, 1) if n != i * ROWS_PER_STEP]
+    for path in sorted((calm / "model").iterdir()):
+        if path.suffix != ".md" and path.read_bytes() != (struck / "model" / path.name).read_bytes():
+            found.append(f"model/{path.name} differs")
+    return found
+
+
+def blocks(cache: Path) -> list[int]:
+    """Return how much is written of the references."""
+    return [file.stat().st_blocks for file in cache.glob("reference-*")]
+
+
+def remaining(pids: set[int]) -> set[int]:
+    """Return those of the processes of a run that has ended which are still there a while later."""
+    end = time.monotonic() + END_SECONDS
+    while (left := {pid for pid in pids if psutil.pid_exists(pid)}) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kill a launcher and what it started."""
+    for pid in descendants({process.pid}) | {process.pid}:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def write_rows(root: Path, model: Path, preset: str, count: int) -> None:
+    """Write the recipe and the data of a run of rows."""
+    root.mkdir(parents=True)
+    (root / "recipe.toml").write_text(ROW_RECIPE.format(model=model, preset=preset, rows=ROWS_PER_STEP))
+    answers = ("chosen", "rejected") if preset == "dpo" else ("completion",)
+    rows = [
+        {"prompt": f"{n} * {n} =", **{name: f" {n * n}{' or so' * i}" for i, name in enumerate(answers)}}
+        for n in range(count)
     ]
-    return {
-        "seed": seed, "events": [asdict(event) for event in run.events], "steps": run.steps(), "seconds": run.now(),
-        "silences": silences, "wrong": wrong, "processes_left": sorted(left), "error": error,
-    }  # fmt: skip
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model() -> Path:
-    """Return the folder of a tiny model."""
-    return write_tiny_model(Path(tempfile.mkdtemp(prefix="chaos-model-")), "llama_tied")
+def write_agents(root: Path) -> None:
+    """Write the recipe, the data and the model of a run with agents."""
+    calculator = REPOSITORY / "examples/environments/calculator.py"
+    model = write_tiny_model(root / "model", "llama_tied")
+    write_run(root, model, prompts_per_step=2, tables=TABLES, calculator=calculator)
+    recipe = root / "recipe.toml"
+    text = recipe.read_text().replace("steps = 3", "steps = 100000")
+    text = text.replace("max_context_tokens = 64", "max_context_tokens = 384")
+    recipe.write_text(text.replace("tokens_per_micro_batch = 128", "tokens_per_micro_batch = 768"))
 
 
 def main() -> None:
@@ -340,14 +492,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--events", type=int, default=46)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rows", choices=("sft", "dpo"), help="the preset of a run of rows")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:
-        with small_disk(folder) as disk:
-            result = run_chaos(folder, options.events, options.seed, disk=disk)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-            sys.stdout.write(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
+        if options.rows:
+            result = run_row_chaos(folder, options.rows, options.events, options.seed)
+        else:
+            with small_disk(folder) as disk:
+                result = run_chaos(folder, options.events, options.seed, disk=disk)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        sys.stdout.write(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -362,3 +362,12 @@ TIMES_OF_A_STEP: Final = (
     TIME_CHECKPOINT,
 )
 """Consecutive parts of a step; `TIME_OTHER` is the rest."""
+
+MAIN: Final = {
+    REWARD_MEAN: "reward",
+    NLL: "loss",
+    SCORE_ACCURACY: "accuracy",
+    PAIR_ACCURACY: "accuracy",
+    KTO_ACCURACY: "accuracy",
+}
+"""The metric that stands for a step is the first of these that it has; its name for users."""

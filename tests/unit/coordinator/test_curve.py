@@ -68,6 +68,11 @@ def test_the_x_axis_has_whole_training_steps(tmp_path: Path, monkeypatch: pytest
     steps = [step(number, length__response_mean=2.0, train__policy_lag_mean=0.5) for number in (1, 2, 3)]
     draw_curve(tmp_path / "curve.png", steps, [EvalRow(0, 0.3, None, 8, 0, [])], title="toy")
     scores, panel = drawn[0].axes
+    assert scores.get_legend_handles_labels()[1][0] == "training reward"
+    pairs = [replace(each, metrics={m.PAIR_ACCURACY: 0.5}) for each in steps]
+    draw_curve(tmp_path / "curve.png", pairs, [], title="pairs")
+    (only,) = drawn[1].axes
+    assert only.get_legend_handles_labels()[1] == ["training accuracy"] and only.get_ylabel() == "accuracy"
     assert scores.get_xlabel() == "training steps"
     for axes, first in ((scores, 0), (panel, 1)):
         ticks = [tick for tick in axes.get_xticks() if first <= tick <= 3]

@@ -208,7 +208,9 @@ def test_labels_of_steps_stand_at_their_last_tokens(prepare: Prepare, tokenizer:
 
 def test_labels_of_answers_must_differ(prepare: Prepare) -> None:
     rows = [{"messages": CHATS[0]["messages"], "label": i == 0} for i in range(100)]
-    assert "1.0% of the answers are desirable; algorithm.loss.desirable_weight = 99 " in check_labels(prepare(rows, Form.LABELLED))
+    assert "1.0% of the answers are desirable; algorithm.loss.desirable_weight = 99 " in check_labels(
+        prepare(rows, Form.LABELLED)
+    )
     assert check_labels(prepare(rows[:5], Form.LABELLED)) == ""
     with pytest.raises(ConfigError, match=r"all 99 labels are 0; .*add answers with the other label"):
         check_labels(prepare(rows[1:], Form.LABELLED))

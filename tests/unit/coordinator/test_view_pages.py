@@ -209,6 +209,14 @@ def test_a_held_out_score_names_the_answers_without_a_score(folders: list[Path],
         assert "one: step 0: 239 of 240" in client.get("/compare?run=one&run=two").text
 
 
+def test_a_run_of_pairs_is_shown_with_its_accuracy_and_margin(folders: list[Path], tmp_path: Path) -> None:
+    path, values = folders[0] / "metrics.jsonl", {"pair/accuracy": 0.75, "pair/margin": 0.5}
+    path.write_text("".join(json.dumps({"step": step, **values}) + "\n" for step in (1, 2)))
+    with TestClient(make_app(RunFolders(folders, cache=tmp_path / "cache")), base_url=LOCAL) as client:
+        page = client.get("/run/one").text
+    assert "<dt>accuracy, step 2</dt><dd>0.75</dd>" in page and page.count("<polyline") >= 2
+
+
 def test_a_copy_says_where_its_run_is_continued(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

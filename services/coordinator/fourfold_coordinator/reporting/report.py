@@ -90,13 +90,13 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    panels = [(text, points) for text, name in _PANELS if (points := points_of(steps, name))]
+    main, word = next(((name, word) for name, word in m.MAIN.items() if points_of(steps, name)), ("", "reward"))
+    panels = [(text, points) for text, name in _PANELS if name != main and (points := points_of(steps, name))]
     height = _INCHES[1] + (_PANEL_INCHES if panels else 0)
     figure = Figure(figsize=(_INCHES[0], height), dpi=120, layout="constrained")
     rows: Any = figure.subfigures(2, 1, height_ratios=[_INCHES[1], _PANEL_INCHES]) if panels else [figure]
-    reward, losses = points_of(steps, m.REWARD_MEAN), points_of(steps, m.NLL)
-    measure = evals[-1].measure if evals else "loss" if losses and not reward else "score"
-    draw_scores(rows[0].subplots(), reward or losses, evals, title, measure=measure)
+    measure = evals[-1].measure if evals else "score" if word == "reward" else word
+    draw_scores(rows[0].subplots(), points_of(steps, main), evals, title, measure=measure)
     if panels:
         for axes, (text, points) in zip(rows[1].subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.plot(*zip(*points, strict=True), color="tab:gray", marker=_marker(points))
@@ -114,10 +114,10 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
 def draw_scores(
     axes: Any, training: Sequence[tuple[int, float]], evals: Sequence[EvalRow], title: str, *, measure: str = "score"
 ) -> None:
-    """Draw the rewards of the training steps and the held-out scores; with `measure` = "loss" the losses of both."""
+    """Draw training steps and held-out sets: the rewards and scores, or both by `measure`, "loss" or "accuracy"."""
     is_loss = measure == "loss"
     if training:
-        label = "training loss" if is_loss else "training reward"
+        label = f"training {'reward' if measure == 'score' else measure}"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.7, label=label, marker=_marker(training))
     if evals:
         distances = [_distances(row)[:: -1 if is_loss else 1] for row in evals]
@@ -135,7 +135,7 @@ def draw_scores(
         found = [(row.step, result.score) for row in evals for result in row.sets if result.name == name]
         points = [(step, -score if is_loss else score) for step, score in found]
         axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, alpha=0.7, label=name)
-    ylabel = {"loss": "loss, nats per token", "accuracy": "accuracy on held-out pairs"}.get(measure, "mean score")
+    ylabel = {"loss": "loss, nats per token", "accuracy": "accuracy"}.get(measure, "mean score")
     axes.set(title=title, xlabel="training steps", ylabel=ylabel)
     axes.grid(alpha=0.3)
     if training or evals:

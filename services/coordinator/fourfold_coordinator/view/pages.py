@@ -24,8 +24,8 @@ from .templates import is_number, render
 
 # Charts that a run shows unless the user chooses others.
 _SHOWN: Final = (
-    m.REWARD_MEAN, m.NLL, m.EVAL_SCORE, m.USEFUL_GROUPS, m.RESPONSE_LENGTH, m.REFERENCE_KL, m.MISMATCH_MEAN, m.ENTROPY,
-    m.TIME_STEP, m.TOKEN_LAG_MEAN,
+    *m.MAIN, m.PAIR_MARGIN, m.KTO_DISTANCE, m.EVAL_SCORE, m.USEFUL_GROUPS, m.RESPONSE_LENGTH, m.REFERENCE_KL,
+    m.MISMATCH_MEAN, m.ENTROPY, m.TIME_STEP, m.TOKEN_LAG_MEAN,
 )  # fmt: skip
 _WEIGHT_CHARTS: Final = ("weights/", m.TIME_PUBLISH, m.TIME_WAKE, m.TIME_SLEEP)
 _MAX_CHARTS: Final = 60
@@ -147,7 +147,8 @@ def overview(request: Request) -> Response:
     known = metric_names(steps, evals)
     chosen = [name for name in request.query_params.getlist("m") if name in known][:_MAX_CHARTS]
     shown = chosen or [*(name for name in _SHOWN if name in known), *_set_scores(evals)] or known[:6]
-    alarms = list(alarms_of(steps))
+    alarms, last = list(alarms_of(steps)), steps[-1] if steps else {}
+    main = next((name for name in m.MAIN if name in last), m.REWARD_MEAN)
     return render(
         "run.html",
         request,
@@ -158,7 +159,8 @@ def overview(request: Request) -> Response:
         alarms=alarms[:_MAX_ALARMS],
         alarm_count=len(alarms),
         findings=report.diagnosis,
-        last=steps[-1] if steps else {},
+        last=last,
+        main=(m.MAIN[main], last.get(main)),
         step_count=reader.recipe().get("steps", 0),
         evals=evals,
         seconds=report.seconds,

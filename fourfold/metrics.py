@@ -14,6 +14,7 @@ metrics that are not in `METRICS`: it names its own.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 REWARD_MEAN: Final = "reward/mean"
@@ -371,3 +372,8 @@ MAIN: Final = {
     KTO_ACCURACY: "accuracy",
 }
 """The metric that stands for a step is the first of these that it has; its name for users."""
+
+
+def main_metric(values: Container[str]) -> str:
+    """Return the metric of a step that stands for it, a key of `MAIN`: the mean reward if the step has none."""
+    return next((name for name in MAIN if name in values), REWARD_MEAN)

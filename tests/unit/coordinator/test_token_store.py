@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -275,12 +277,13 @@ def test_memory_does_not_grow_with_the_rows(
     assert peak(2000) < 1.5 * peak(200)
 
 
-def test_a_full_disk_says_what_to_do(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EEXIST])
+def test_a_full_disk_says_what_to_do(prepare: Prepare, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(module._HashedFile, "write", full)
-    with pytest.raises(ConfigError, match=r"cannot write the tokens of .*No space left.*data\.cache"):
+    with pytest.raises(ConfigError, match=rf"cannot write the tokens of .*{os.strerror(number)}.*data\.cache"):
         prepare(CHATS)
 
 

@@ -28,6 +28,7 @@ from fourfold.sample import Sample
 
 from .open_rows import cache_folder
 from .row_source import RowBatch, RowSource
+from .store import is_no_folder
 
 FORMAT_VERSION: Final = 1
 # Keys of [trainer] that decide how a log-probability is rounded.
@@ -78,7 +79,9 @@ class ReferenceFile:
         """
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
-        except PermissionError as error:
+        except OSError as error:
+            if not is_no_folder(error):
+                raise
             raise ConfigError(
                 f"{self.path}: cannot write the reference log-probabilities ({error.strerror}); set data.cache to "
                 f"another folder"

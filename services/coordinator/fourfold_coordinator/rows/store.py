@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -181,13 +182,18 @@ def prepare_store(
             finally:
                 scratch.remove()
         except OSError as error:
-            if not is_full(error) and not isinstance(error, PermissionError):
+            if not is_full(error) and not is_no_folder(error):
                 raise
             raise ConfigError(
                 f"{folder}: cannot write the tokens of {describe(source)} ({error.strerror}); make room, or set "
                 f"data.cache to another folder"
             ) from None
     return open_store(target)
+
+
+def is_no_folder(error: OSError) -> bool:
+    """Return whether an error says that a file cannot be written in a folder, however much room there is."""
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
 def open_store(folder: Path) -> TokenStore:

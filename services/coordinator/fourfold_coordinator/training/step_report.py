@@ -170,8 +170,8 @@ class StepReporter:
         self._write_lines()
         self._context.board.add_step(record.step, record.row)
         config = self._context.config
-        name, metric = ("reward", m.REWARD_MEAN) if config.needs_engines else ("loss", m.NLL)
-        log.info("step %d of %d is done", record.step, config.steps, extra={name: record.row.get(metric)})
+        metric = m.main_metric(record.row)
+        log.info("step %d of %d is done", record.step, config.steps, extra={m.MAIN[metric]: record.row.get(metric)})
         for text in record.alarms:
             log.warning("step %d: %s", record.step, text)
         if record.lag_change:

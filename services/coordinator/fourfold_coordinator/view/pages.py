@@ -148,7 +148,7 @@ def overview(request: Request) -> Response:
     chosen = [name for name in request.query_params.getlist("m") if name in known][:_MAX_CHARTS]
     shown = chosen or [*(name for name in _SHOWN if name in known), *_set_scores(evals)] or known[:6]
     alarms, last = list(alarms_of(steps)), steps[-1] if steps else {}
-    main = next((name for name in m.MAIN if name in last), m.REWARD_MEAN)
+    main = m.main_metric(last)
     return render(
         "run.html",
         request,

@@ -71,6 +71,14 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     return check
 
 
+def test_generated_rows_are_read_once(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    generated = "data.train={reasoning_gym='chain_sum', size=8, prompt_field='question', answer_field='answer'}"
+    options = generated, "model.max_context_tokens=256", "batch.tokens_per_micro_batch=256"
+    check([], *options)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # its import takes a second
+    assert check([], *options).notes["data"][0].startswith("reasoning_gym 'chain_sum': 8 rows of the form completion")
+
+
 def test_form_counts_steps_and_text_of_the_rows(check: Check) -> None:
     rows = [chat("q1", "a"), chat("q2", "b", "r", "cc"), chat("q3", ""), chat("q4", "d" * 60), *many(chat("q", "e"))]
     found = check(rows)
@@ -127,7 +135,7 @@ REFUSED: Final[dict[str, tuple[list[Any] | bytes, list[str], str]]] = {
         r"row 40: no column 'messages'; did you mean `message`\?.*data\.messages_field",
     ),
     "no object": (many([1]), [], r"rows\.jsonl:41: not valid JSON: a list in place of an object"),
-    "invalid UTF-8": (b'{"text": "\xff"}\n', [], r"rows\.jsonl: cannot be read: .*utf-8.*write it again"),
+    "invalid UTF-8": (b'{"text": "\xff"}\n', [], r"rows\.jsonl:1: not valid JSON: .utf-8. codec"),
     "half a surrogate": (b'{"text": "\\ud800"}\n', [], r"rows\.jsonl:1: not valid JSON: .*surrogate"),
     "no messages": (many({"messages": []}), [], r"row 40: the messages are \[\]; .*data\.bad_rows"),
     "unknown role": (

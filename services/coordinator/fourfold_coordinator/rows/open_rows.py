@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .row_source import RowSource, split_held_out
 from .store import TokenStore, check_dropped, check_labels, prepare_store
 
 _SPLIT_PRESET: Final = "pretrain"
+_GENERATED: Final = {"question": "", "answer": ""}  # columns of every task of reasoning-gym
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,9 @@ def _form(config: Config, source: DataSourceConfig, fields: RowFields) -> Form:
 
 
 def _recognise(source: DataSourceConfig, fields: RowFields, reads: Reads) -> Form:
+    if source.reasoning_gym:  # its import takes a second, which a run with a store does not need
+        with contextlib.suppress(ConfigError):  # the recipe names columns of the task
+            return recognise([_GENERATED], fields, reads)
     rows = list(itertools.islice(read_rows(source), RECOGNISED_ROWS))
     if not rows:
         raise ConfigError(f"{describe(source)}: it has no row; give more data")

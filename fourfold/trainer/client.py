@@ -143,6 +143,7 @@ class AsyncTrainerClient(AsyncClient):
                     for chunk in encode_stream(head, number, items):  # the trainer refuses an empty batch
                         await running.write(chunk)
                     if start is not None:
+                        running.add_done_callback(lambda _: start.set())  # a refusal ends the wait, too
                         await start.wait()
                     await running.write(pb.TrainStepRequest(step=step, begin=True).SerializeToString())
                     await running.done_writing()

@@ -20,6 +20,7 @@ from fourfold.sample.wire import encode
 from fourfold.trainer.client import train_step_ahead
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.engine import EngineFailedError
+from fourfold_trainer.service import batch_stream
 from fourfold_trainer.service.state import TrainerCore
 from tests.fakes.stage import until
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of, sample
@@ -125,6 +126,15 @@ async def test_a_step_whose_predecessor_failed_is_refused(trainer: Trainer) -> N
     with pytest.raises(WrongState, match="step 2 cannot be trained; the trainer is at step 0: send 1"):
         await ahead
     assert (await trainer.train(1, USEFUL)).step == 1
+
+
+async def test_a_step_ahead_that_the_trainer_gives_up_ends_before_it_is_begun(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_stream, "_IDLE_SECONDS", 0.1)
+    ahead = train_step_ahead(trainer.client, 1, USEFUL, asyncio.Event(), timeout=SECONDS)
+    with pytest.raises(DeadlinePassed, match="no message of the batch came"):
+        await asyncio.wait_for(ahead, SECONDS / 2)
 
 
 async def test_the_same_step_with_another_batch_is_refused(trainer: Trainer) -> None:

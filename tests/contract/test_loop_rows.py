@@ -454,7 +454,7 @@ def test_the_check_of_the_data_refuses_long_pairs_and_equal_labels(tmp_path: Pat
     path.write_text("\n".join([good, *[good.replace('"label": 1', '"label": 0')] * 59]))
     found = Preflight(labelled)
     check_data(found)
-    assert "1.7% of the answers are desirable; a weight of 59 for them" in found.warnings[0]
+    assert "1.7% of the answers are desirable; algorithm.loss.desirable_weight = 59 " in found.warnings[0]
 
 
 @pytest.mark.parametrize("manual", [False, True])

@@ -19,6 +19,8 @@ from fourfold_coordinator.rows.normal import Form
 from fourfold_coordinator.rows.reference_file import ReferenceFile
 from fourfold_coordinator.rows.row_source import RowBatch, RowSource
 from fourfold_coordinator.rows.store import TokenStore, prepare_store
+from fourfold_coordinator.state.files import DiskFull, DiskWriter
+from fourfold_coordinator.state.run_board import RunBoard
 from tests.support.chat_templates import write_tokenizer
 from tests.support.template_shapes import SHAPES
 
@@ -90,6 +92,13 @@ def test_a_damaged_sample_is_not_there(tmp_path: Path, labelled: TokenStore, cut
     assert file.has(batch)
     shifted = replace(batch.samples[0], token_ids=batch.samples[0].token_ids + 1)
     assert file.read(batch.slots[0], shifted) is None, "it was computed for other tokens"
+
+
+async def test_a_full_disk_is_named_that_is_not_the_one_of_the_run(tmp_path: Path, labelled: TokenStore) -> None:
+    (batch,) = take(source(labelled), 1)
+    disk = DiskWriter(tmp_path, RunBoard(name="toy", step_count=1), wait_seconds=0)
+    with pytest.raises(DiskFull, match=r"^/dev cannot be written \(.*/dev/full"):
+        await disk.write(ReferenceFile(Path("/dev/full")).write, batch, [known(sample) for sample in batch.samples])
 
 
 def test_a_folder_without_a_right_to_write_is_an_error_with_the_key(tmp_path: Path, labelled: TokenStore) -> None:

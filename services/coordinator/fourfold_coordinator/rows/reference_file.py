@@ -86,11 +86,15 @@ class ReferenceFile:
                 f"{self.path}: cannot write the reference log-probabilities ({error.strerror}); set data.cache to "
                 f"another folder"
             ) from None
-        with os.fdopen(descriptor, "wb") as file:
-            for slot, sample, row in zip(batch.slots, batch.samples, rows, strict=True):
-                data = row[_answer(sample) :].astype("<f4").tobytes()
-                file.seek(slot * _FLOAT_BYTES)
-                file.write(_checksum(sample, data) + data)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for slot, sample, row in zip(batch.slots, batch.samples, rows, strict=True):
+                    data = row[_answer(sample) :].astype("<f4").tobytes()
+                    file.seek(slot * _FLOAT_BYTES)
+                    file.write(_checksum(sample, data) + data)
+        except OSError as error:
+            error.filename = str(self.path)  # the full disk may be another one than that of the run's folder
+            raise
 
     def sync(self) -> None:
         """Return when what was written survives a loss of power."""

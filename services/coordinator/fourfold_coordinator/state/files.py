@@ -54,7 +54,7 @@ class DiskWriter:
     """
 
     def __init__(self, folder: Path, board: RunBoard, *, wait_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Prepare writes that wait for at most `wait_seconds` each; `folder` is for messages."""
+        """Prepare writes that wait for at most `wait_seconds` each; messages name `folder`, or that of the error."""
         self._folder, self._board = folder, board
         self._wait_seconds, self._clock = wait_seconds, clock
         self._waiting = 0
@@ -125,11 +125,13 @@ class DiskWriter:
             self._board.resolve_condition(SUBJECT)
 
     def _explain(self, error: BaseException) -> str:
+        named = getattr(error, "filename", None)
+        folder = Path(named).parent if named else self._folder
         try:
-            free = f"{free_gib(self._folder):.2f} GiB free"
+            free = f"{free_gib(folder):.2f} GiB free"
         except OSError:
             free = "free space not known"
-        return f"{self._folder} cannot be written ({error}; {free})"
+        return f"{folder} cannot be written ({error}; {free})"
 
 
 def replace_file(path: Path, lines: Iterable[str]) -> None:

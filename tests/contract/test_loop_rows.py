@@ -20,6 +20,8 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError, Unavailable
 from fourfold.plan.preflight import Preflight
 from fourfold.sample import Sample
+from fourfold.tracing import spans
+from fourfold.tracing.spans import Span
 from fourfold.trainer.client import AsyncTrainerClient, train_step_ahead
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 from fourfold_coordinator.cli import run
@@ -183,9 +185,15 @@ async def test_a_step_is_sent_while_the_one_before_is_trained(
 
     monkeypatch.setattr("fourfold_coordinator.routing.trainer_session.train_step_ahead", note)
     stage.trainer.on_train = wait
+    ended = list[Span]()
+    spans.install(ended.append)
     await stage.start()
     assert await stage.finish() == 0
     assert ahead == [2, 3, 4, 5, 6] and tokens(stage.batches) == wanted
+    spans.install(None)
+    calls = {span.context: span for span in ended if span.kind == "client"}
+    served = [calls[span.parent] for span in ended if span.kind == "server" and span.parent in calls]
+    assert [call.attributes["fourfold.step"] for call in served if call.name.endswith("TrainStep")] == [*range(1, 7)]
     await stage.close()
 
 

@@ -18,10 +18,12 @@ from fourfold.config.schema import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, Overloaded, PeerFault, Unavailable, WrongState
 from fourfold.sample import Sample
+from fourfold.tracing.spans import NONE, Attributes, Span, Spans, enabled
 from fourfold.trainer.client import takes_steps_ahead, train_step_ahead
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..state.run_board import RunBoard
+from ..state.sample_traces import TRAIN_STEP
 from .replica import INFO_SECONDS, Replica
 from .router import Router
 
@@ -112,7 +114,11 @@ class TrainerSession:
         self, replica: Replica, step: int, samples: Sequence[Sample], start: asyncio.Event
     ) -> pb.TrainStepResponse:
         timeout = 2 * self._config.trainer.step_timeout_seconds  # for the step before, too
-        return await replica.call(train_step_ahead(replica.trainer, step, samples, start, timeout=timeout))
+        member = replica.member.member_id
+        known: Attributes = {"fourfold.member": member, "fourfold.step": step, "fourfold.sent_ahead": True}
+        # The span of the step begins later, so the trainer's work on it has this one as its parent.
+        with Spans({0: Span(TRAIN_STEP, None, kind="client", attributes=known)}) if enabled() else NONE:
+            return await replica.call(train_step_ahead(replica.trainer, step, samples, start, timeout=timeout))
 
     def drop_ahead(self) -> None:
         """Cancel the call of a step that was sent and has not begun. Idempotent."""

@@ -1,24 +1,18 @@
-"""Every page of `fourfold view` in headless Chromium, over small and large finished runs and one in progress."""
+"""Every page of `fourfold view` in headless Chromium, over finished runs and one in progress."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fourfold.host.disk import append_lines
-from fourfold_coordinator.state.trajectory_index import SampleQuery, TrajectoryIndex
 from tests.fakes.stage import Stage, until
 from tests.support import browser
-from tests.support.eval_results import make_result
-from tests.support.synthetic_run import MARKED_WORD, RunShape, SyntheticRun
 from tests.support.view_run import append_step, trajectory, write_run
 
 if TYPE_CHECKING:
@@ -50,30 +44,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     append_step(one, 4, [trajectory("h4-0-0", words, step=4)])
     with browser.serve([one, two], env={**os.environ, "XDG_CACHE_HOME": str(root / "cache")}) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a finished run of 100,000 trajectories of 1,024 tokens; return its folder."""
-    folder = tmp_path_factory.mktemp("large") / "large"
-    source = SyntheticRun(folder, RunShape(steps=250, prompts_per_step=50, tokens=1024, distinct_steps=4))
-    for step in range(1, 251):
-        source.write_step(step)
-        line = {"step": step, "start": 1e9, "end": 1e9 + 11, "members": {"rollout-0": {"generate": [[0.0, 6.0]]}}}
-        append_lines(folder / "timeline.jsonl", json.dumps(line).encode() + b"\n")
-    answer = {"prompt": "3 * 4", "completion": "eleven", "answer": "12", "score": 0.0}
-    evals = [
-        {"step": step, "score": 0.5, "half_width": 0.1, "n": 8, "missing": 0, "sets": [asdict(make_result("math"))]}
-        for step in (0, 250)
-    ]
-    report = {
-        "name": "large", "steps": 250, "evals": evals, "eval_before": evals[0], "eval_after": evals[1],
-        "answers_before": [answer], "answers_after": [{**answer, "completion": "twelve", "score": 1.0}],
-        "diagnosis": [{"text": "few scores differ", "steps": 1, "first": 2, "last": 2}], "seconds": 2750.0,
-    }  # fmt: skip
-    (folder / "report.json").write_text(json.dumps(report))
-    TrajectoryIndex(folder).update()
-    return folder
 
 
 def script(driver: WebDriver, text: str) -> Any:
@@ -138,37 +108,6 @@ def test_every_page_of_a_finished_run(driver: WebDriver, finished: str) -> None:
     driver.get(f"{finished}/run/nothing")
     assert "no run has the name 'nothing'" in text_of(driver)
     assert "404" in str(log_of(driver))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1500)
-def test_every_page_of_a_large_finished_run(driver: WebDriver, large: Path, tmp_path: Path) -> None:
-    index = TrajectoryIndex(large)
-    marked = index.search(SampleQuery(text=MARKED_WORD), limit=1)
-    assert marked.count > 10
-    name = marked.rows[0].sample_id
-    with browser.serve([large], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}) as address:
-        for path, texts in (
-            ("/", ["large", "finished", "250 of 250"]),
-            ("/run/large", ["reward/mean", "Findings of the whole run", "few scores differ"]),
-            ("/run/large/samples", ["100,000 trajectories", "250"]),
-            (f"/run/large/samples?text={MARKED_WORD}", [f"{marked.count} trajectories"]),
-            ("/run/large/samples?step_from=250&page=8", ["400 trajectories"]),
-            (f"/run/large/sample/{name}", ["turn 1, sampled", MARKED_WORD, "The group: 8 trajectories"]),
-            ("/run/large/answers", ["before", "eleven", "twelve", "step 250"]),
-            ("/run/large/timeline?step=125", ["rollout-0", "training loop"]),
-            ("/run/large/weights", ["no updates are in progress", "time/publish"]),
-            ("/run/large/recipe", ["batch.prompts_per_step"]),
-            ("/compare?run=large", ["reward/mean"]),
-        ):
-            driver.get(address + path)
-            shown = text_of(driver)
-            assert not [text for text in texts if text not in shown], f"{path}: {shown[:4000]}"
-            check(driver)
-        driver.get(f"{address}/run/large/samples?text={MARKED_WORD}")
-        driver.find_element("css selector", ".samples a").click()
-        wait(driver, lambda: name in driver.title)
-        assert script(driver, "return document.querySelectorAll('.sampled pre span').length") == 1024
 
 
 def test_a_user_searches_opens_a_trajectory_and_colors_its_tokens(driver: WebDriver, finished: str) -> None:

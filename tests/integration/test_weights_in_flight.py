@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
 from tests.support.rollout_process import Publisher, Service, plain, request, start, until_sampled
 from tests.support.tiny_models import VOCABULARY_SIZE
-from tests.support.versioned_weights import forward
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -93,6 +92,21 @@ class Engine:
             for e, s in zip(ends, spans, strict=True)
         ]
         return np.concatenate(parts)
+
+
+def forward(pieces: Sequence[tuple[int, Any]], ids: list[int]) -> Any:
+    """Return the log-probability of each id after the first; each model computes the inputs up to its index."""
+    import torch
+    from transformers import DynamicCache
+
+    cache, at, logits = DynamicCache(), 0, []
+    with torch.no_grad():
+        for end, model in pieces:
+            logits.append(model(torch.tensor([ids[at:end]]), past_key_values=cache, use_cache=True).logits[0])
+            at = end
+    assert at == len(ids) - 1
+    rows = torch.log_softmax(torch.cat(logits).double(), -1)
+    return rows[torch.arange(at), torch.tensor(ids[1:])].numpy()
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -21,20 +21,19 @@ _FRAME_BYTES: Final = 16384
 class RawConnection:
     """An HTTP/2 connection that respects the server's flow control."""
 
-    def __init__(self, target: str, authority: Path | None = None, *, name: str = "") -> None:
+    def __init__(self, target: str, authority: Path | None = None) -> None:
         """Connect, and exchange the TLS and HTTP/2 handshakes.
 
         Args:
             target: host:port.
             authority: the CA's certificate; None: no TLS.
-            name: name in the server's certificate, if it is not the host.
         """
         host, _, port = target.rpartition(":")
         self._socket: socket.socket = socket.create_connection((host, int(port)), timeout=10)
         if authority is not None:
             context = ssl.create_default_context(cafile=str(authority))
             context.set_alpn_protocols(["h2"])
-            self._socket = context.wrap_socket(self._socket, server_hostname=name or host)
+            self._socket = context.wrap_socket(self._socket, server_hostname=host)
         self._window = 65535
         self._initial_window = 65535
         self._windows: dict[int, int] = {}

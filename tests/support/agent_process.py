@@ -58,8 +58,6 @@ class AgentPlan:
     """Most turns of a session; the least is 2."""
     edit_share: float = 0.15
     """Share of the turns whose history is edited, so that they open a segment."""
-    think_seconds: float = 0.0
-    """Longest pause before a turn."""
     first_id: int = 40
     """Observations by ids are of this id and the 50 after it."""
 
@@ -150,13 +148,8 @@ class Agent:
             if number < len(record.turns):
                 turn = record.turns[number]
             else:
-                await asyncio.sleep(self._random.random() * plan.think_seconds)
                 turn = await self._turn(record, number, chat, ids)
-                turn |= {
-                    "edited": edited,
-                    "prompt": ids if record.kind == "ids" else None,
-                    "asked": chat[-1]["content"],
-                }
+                turn |= {"edited": edited, "prompt": ids if record.kind == "ids" else None}
                 record.turns.append(turn)
                 self._write("turn", record, **turn)
             chat = [*chat, turn["message"], {"role": "user", "content": f"And {words[0]}?"}]

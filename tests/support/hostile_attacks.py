@@ -11,11 +11,9 @@ import itertools
 import json
 import os
 import socket
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -24,14 +22,8 @@ from fourfold.agent.v1 import agent_service_pb2 as pb
 from fourfold.agent.v1.agent_service_pb2_grpc import AgentServiceStub
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.status import from_rpc
-from fourfold.security.access import Security
-from fourfold.security.material import server_name
-from fourfold.security.principal import Principal
 from tests.security.raw_http2 import RawConnection, leave_unfinished
 
-_GATEWAY: Final = Principal("gateway")
-SERVER: Final = server_name(_GATEWAY)
-"""Name in the certificate of a gateway, which has no host names."""
 _CHAT: Final = "POST /v1/chat/completions HTTP/1.1"
 _SERVICE: Final = "/fourfold.agent.v1.AgentService"
 _LONG_SECONDS: Final = 60.0
@@ -61,12 +53,6 @@ class HostilePlan:
     """host:port of the HTTP API."""
     public: str
     """host:port of AgentService for agents."""
-    ca: str = ""
-    """Certificate of the deployment's CA; empty: the ports have no TLS and no tokens."""
-    token: str = ""
-    """A valid token of the hostile agent."""
-    narrow_token: str = ""
-    """Another one, without the scope `train`."""
     max_body_bytes: int
     """Of the gateway."""
     flood: int
@@ -76,7 +62,6 @@ class HostilePlan:
     sessions_per_second: float
     pause: float
     """Seconds between two attacks of one kind."""
-    nice: int = 19
 
 
 Attack = Callable[["Attacker"], Awaitable[list[str]]]
@@ -89,7 +74,6 @@ class AttackKind:
     run: Attack
     outcomes: frozenset[str]
     pause: float = 1.0
-    needs_tls: bool = False
     seconds: float = 0.0
     """The gateway ends it after this time."""
 
@@ -99,12 +83,7 @@ class Attacker:
 
     def __init__(self, plan: HostilePlan) -> None:
         self.plan = plan
-        self._tls: ssl.SSLContext | None = None
-        self._security: Security | None = None
-        if plan.ca:
-            self._tls = ssl.create_default_context(cafile=plan.ca)
-            self._security = Security.for_agent(Path(plan.ca))
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channel: grpc.aio.Channel | None = None
         self._numbers = itertools.count()
 
     def name(self) -> str:
@@ -113,15 +92,13 @@ class Attacker:
 
     # -- gRPC ---------------------------------------------------------------------------------------------------------
 
-    def channel(self, token: str | None = None) -> grpc.aio.Channel:
-        """Return the channel with a token; None: the hostile agent's."""
-        token = (self.plan.token if token is None else token) if self.plan.ca else ""
-        if token not in self._channels:
-            self._channels[token] = open_channel(self.plan.public, self._security, server=_GATEWAY, token=token)
-        return self._channels[token]
+    def channel(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            self._channel = open_channel(self.plan.public, None)
+        return self._channel
 
-    def stub(self, token: str | None = None) -> Any:
-        return AgentServiceStub(self.channel(token))
+    def stub(self) -> Any:
+        return AgentServiceStub(self.channel())
 
     async def open_session(self) -> pb.OpenSessionResponse:
         """Open a session without a task, that expires in an hour."""
@@ -131,9 +108,9 @@ class Attacker:
         return response
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        if self._channel is not None:
+            await self._channel.close()
+        self._channel = None
 
     # -- HTTP ---------------------------------------------------------------------------------------------------------
 
@@ -141,8 +118,7 @@ class Attacker:
     async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """Open a connection to the HTTP port, and cut it at the end."""
         host, _, port = self.plan.http.rpartition(":")
-        name = SERVER if self._tls else None
-        reader, writer = await asyncio.open_connection(host, int(port), ssl=self._tls, server_hostname=name)
+        reader, writer = await asyncio.open_connection(host, int(port))
         try:
             yield reader, writer
         finally:
@@ -174,10 +150,9 @@ class Attacker:
         *headers: str,
         line: str = _CHAT,
         length: int | None = None,
-        key: str | None = None,
+        key: str = "",
     ) -> bytes:
-        """Return a request with the token of the hostile agent, or with a key."""
-        key = self.plan.token if key is None else key
+        """Return a request, with a key or without one."""
         lines = [line, "host: 127.0.0.1", f"content-length: {len(body) if length is None else length}", *headers]
         lines += [f"authorization: Bearer {key}"] if key else []
         if not any(header.startswith("content-type") for header in headers):
@@ -260,16 +235,11 @@ async def _foreign_session(attacker: Attacker) -> list[str]:
 # -- gRPC --------------------------------------------------------------------------------------------------------------
 
 
-def _call(method: str, request: Any, *, token: str | None = None, timeout: float | None = _CALL_SECONDS) -> Attack:
+def _call(method: str, request: Any, *, timeout: float | None = _CALL_SECONDS) -> Attack:
     async def attack(attacker: Attacker) -> list[str]:
-        return [await outcome(getattr(attacker.stub(token), method)(request, timeout=timeout))]
+        return [await outcome(getattr(attacker.stub(), method)(request, timeout=timeout))]
 
     return attack
-
-
-async def _narrow_token(attacker: Attacker) -> list[str]:
-    stub = attacker.stub(attacker.plan.narrow_token)
-    return [await outcome(stub.NextTask(pb.NextTaskRequest(), timeout=_CALL_SECONDS))]
 
 
 async def _garbage(attacker: Attacker) -> list[str]:
@@ -307,9 +277,8 @@ async def _watches(attacker: Attacker) -> list[str]:
 async def _unfinished(attacker: Attacker) -> list[str]:
     """Begin calls whose messages lack the last byte; wait until the gateway ends them."""
     plan = attacker.plan
-    ca = Path(plan.ca) if plan.ca else None
-    raw = await asyncio.to_thread(RawConnection, plan.public, ca, name=SERVER)
-    headers = {"grpc-timeout": "100S"} | ({"authorization": f"Bearer {plan.token}"} if plan.ca else {})
+    raw = await asyncio.to_thread(RawConnection, plan.public)
+    headers = {"grpc-timeout": "100S"}
     count, size = _UNFINISHED_CALLS, _UNFINISHED_BYTES
     try:
         await asyncio.to_thread(
@@ -385,8 +354,8 @@ SESSION_KINDS: Final = {
 }
 
 
-def _kind(run: Attack, *outcomes: str, pause: float = 1.0, needs_tls: bool = False, seconds: float = 0.0) -> AttackKind:
-    return AttackKind(run=run, outcomes=frozenset(outcomes), pause=pause, needs_tls=needs_tls, seconds=seconds)
+def _kind(run: Attack, *outcomes: str, pause: float = 1.0, seconds: float = 0.0) -> AttackKind:
+    return AttackKind(run=run, outcomes=frozenset(outcomes), pause=pause, seconds=seconds)
 
 
 def _too_large(attacker: Attacker) -> tuple[bytes, ...]:
@@ -401,7 +370,6 @@ def _chunked(attacker: Attacker) -> tuple[bytes, ...]:
 _SLOW: Final = "408 request_error"
 _TOO_LARGE: Final = "413 request_error"
 _DENIED: Final = ("403 permission_denied", "403 session_key")
-_NEXT_TASK: Final = "POST /v1/tasks/next HTTP/1.1"
 _LINE: Final = f"{_CHAT}\r\n".encode()
 _DRIP: Final = [b" "] * 999
 _HEADER: Final = b"x-a: b\r\n"
@@ -424,11 +392,6 @@ KINDS: Final[dict[str, AttackKind]] = {
     "large header": _kind(_http(lambda a: (_LINE + b"x: " + b"b" * 200_000,)), _INVALID),
     "unknown path": _kind(_http(lambda a: (a.post(b"{}", line="POST /v2/x HTTP/1.1"),)), "404 request_error"),
     "unknown session key": _kind(_http(lambda a: (a.post(b"{}", key="ffs_guessed"),)), "401 unknown_session_key"),
-    "wrong token": _kind(_http(lambda a: (a.post(b"{}", key="ff_guessed"),)), "401 unauthenticated", needs_tls=True),
-    "no token": _kind(_http(lambda a: (a.post(b"{}", key=""),)), "401 no_token", needs_tls=True),
-    "token without the scope": _kind(
-        _http(lambda a: (a.post(b"{}", key=a.plan.narrow_token, line=_NEXT_TASK),)), "403 token_scope", needs_tls=True
-    ),
     "key of another session": _kind(_foreign_session, *_DENIED, f"RESOURCE_EXHAUSTED {_FULL}"),
     "flood of connections": _kind(_flood, _BUSY, _SLOW, pause=20),
     "gRPC: giant message": _kind(
@@ -437,13 +400,6 @@ KINDS: Final[dict[str, AttackKind]] = {
     "gRPC: garbage": _kind(_garbage, "INVALID_ARGUMENT INVALID_INPUT"),
     "gRPC: flood of metadata": _kind(_metadata, "RESOURCE_EXHAUSTED"),
     "gRPC: no deadline": _kind(_call("GetInfo", pb.GetInfoRequest(), timeout=None), "INVALID_ARGUMENT NO_DEADLINE"),
-    "gRPC: wrong token": _kind(
-        _call("GetInfo", pb.GetInfoRequest(), token="ff_guessed"), "UNAUTHENTICATED", needs_tls=True
-    ),
-    "gRPC: no token": _kind(
-        _call("GetInfo", pb.GetInfoRequest(), token=""), "UNAUTHENTICATED NO_TOKEN", needs_tls=True
-    ),
-    "gRPC: token without the scope": _kind(_narrow_token, "PERMISSION_DENIED TOKEN_SCOPE", needs_tls=True),
     "gRPC: unknown session": _kind(
         _call("CloseSession", pb.CloseSessionRequest(session_id="s-1", reward=1.0)), "NOT_FOUND"
     ),

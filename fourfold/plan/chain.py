@@ -96,19 +96,6 @@ def named(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: {error.message}") from None
 
 
-def context_warnings(links: Sequence[Link]) -> list[str]:
-    """Return a warning for each critic and reward model that will read longer texts than those that it learned from."""
-    longest = {link.config.name: link.config.model.max_context_tokens for link in links}
-    return [
-        f"{link.file}: model.max_context_tokens = {link.config.model.max_context_tokens}, and {key} = {source!r} "
-        f"learns from at most {longest[name]} tokens"
-        for link in links
-        for key, source in run_sources(link.config).items()
-        if (name := runs.parse(source, key)[0]) in longest and key != "model.source"
-        if longest[name] < link.config.model.max_context_tokens
-    ]
-
-
 def check_run_sources(config: Config) -> list[str]:
     """Compare the models of earlier runs with the model that a recipe trains; return warnings.
 
@@ -147,12 +134,11 @@ def disk_bytes(config: Config) -> int:
 
 
 def describe_chain(links: Sequence[Link]) -> str:
-    """Return the order of the runs and, if the sizes of all models are known, the disk that they take; and warnings."""
+    """Return the order of the runs and, if the sizes of all models are known, the disk that they take."""
     order, free = " -> ".join(link.config.name for link in links), free_gib(Path.cwd())
-    lines = [f"Warning: {text}." for text in context_warnings(links)]
     try:
         needed = sum(disk_bytes(link.config) for link in links) / GIB
     except ConfigError:  # a trainer may know a model whose config.json a plan cannot read
-        return "\n".join([f"{order}: {free:.1f} GiB of disk free.", *lines])
+        return f"{order}: {free:.1f} GiB of disk free."
     advice = "" if needed < free else ": too little; lower checkpoint.keep, or free some space"
-    return "\n".join([f"{order}: about {needed:.1f} GiB of disk for all, {free:.1f} GiB free{advice}.", *lines])
+    return f"{order}: about {needed:.1f} GiB of disk for all, {free:.1f} GiB free{advice}."

@@ -15,7 +15,6 @@ from fourfold.plan.chain import (
     Link,
     check_order,
     check_run_sources,
-    context_warnings,
     describe_chain,
     disk_bytes,
     expected_run,
@@ -99,17 +98,6 @@ def test_the_disk_of_a_chain_is_that_of_all_checkpoints_and_exports(tmp_path: Pa
         assert expected_run(second.config).source == base
         text = describe_chain([first, second])
     assert text.startswith("sft -> next: about 0.0 GiB of disk for all, ") and text.endswith(" GiB free.")
-
-
-def test_texts_that_are_longer_than_those_of_the_reward_model_are_a_warning(tmp_path: Path) -> None:
-    links = [make_link(tmp_path, "rm"), with_reward(tmp_path, "run:rm")]
-    assert context_warnings(links) == []
-    short = links[0].config.model.model_copy(update={"max_context_tokens": 32})
-    links[0] = Link(file=links[0].file, config=links[0].config.model_copy(update={"model": short}))
-    assert context_warnings(links) == [
-        "ppo.toml: model.max_context_tokens = 64, and reward.reward.model.source = 'run:rm' learns from at most 32 "
-        "tokens"
-    ]
 
 
 def test_a_plan_of_several_recipes_needs_no_run_that_they_make(

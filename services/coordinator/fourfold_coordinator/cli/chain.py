@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fourfold import config as configuration
-from fourfold import hub
 from fourfold.config import Config
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host.program import launch_words, program
@@ -24,7 +23,6 @@ from fourfold.plan.chain import Link, describe_chain, expected_run, load_chain, 
 
 from ..launch.run_folder import is_finished
 from ..launch.run_names import CONFIG_FILE
-from ..state.recipe_history import changed_keys, describe_changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ def run_chain(
     stages = find_stages(args)
     check_stages(stages, check)
     for number, stage in enumerate(stages, 1):
-        title = f"Run {number} of {len(stages)}: {stage.link.config.name} ({stage.recipe})"
+        title = f"Run {number} of {len(stages)}: {stage.link.config.name} ({stage.link.file})"
         if stage.state == "done":
             print(f"{title} is done already: {stage.folder}", flush=True)
             continue
@@ -81,7 +79,7 @@ def run_chain(
 
 
 def find_stages(args: argparse.Namespace) -> list[Stage]:
-    """Return the recipes with the states of their runs; warn of those that differ from their run.
+    """Return the recipes with the states of their runs.
 
     Raises ConfigError: see `load_chain`; or an option is not for several runs, a run exists without `--resume`, or it
     began with the last weights of a run that is to be trained further.
@@ -114,11 +112,6 @@ def _stage(link: Link, args: argparse.Namespace) -> Stage:
             f"begin again, delete it (fourfold runs delete {folder}) or set another name"
         )
     config = configuration.load(file, args.set)
-    if changes := _changes(config, link.config):
-        print(
-            f"Warning: {folder} keeps its recipe, from which {link.file} differs: {describe_changes(changes)}.",
-            file=sys.stderr,
-        )
     # --set data.passes=3 extends a run whose config.toml has the steps of fewer passes.
     done = is_finished(folder, config) and (not args.set or config == configuration.load(file))
     return Stage(
@@ -127,16 +120,6 @@ def _stage(link: Link, args: argparse.Namespace) -> Stage:
         state="done" if done else "stopped",
         link=Link(file=file, config=config),
     )
-
-
-def _changes(kept: Config, given: Config) -> Mapping[str, tuple[Any, Any]]:
-    """Return the keys in which a recipe differs from that of its run, apart from those that a start fixes."""
-    changed = changed_keys(kept.model_dump(), given.model_dump())
-    fixed = [("data.date", not given.data.date), ("steps", bool(given.data.passes))]
-    for key in (key for key, is_fixed in fixed if is_fixed):
-        changed.pop(key, None)
-    pinned = (hub.PREFIX, runs.PREFIX)
-    return {key: pair for key, pair in changed.items() if not str(pair[1]).startswith(pinned)}
 
 
 def check_stages(stages: Sequence[Stage], check: Callable[[Config, Path], Config]) -> None:

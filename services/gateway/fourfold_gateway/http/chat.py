@@ -56,7 +56,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         if tool.text("type") != "function":
             tool.refuse("type", "is not supported; send tools of the type function")
         sampling.add_tool(request.chat, tool.table("function") or Fields(None, tool.path("function")), "parameters")
-    _choose_tool(request, fields)
+    sampling.choose_tool(request, fields, nested=True)
     _constrain(request, fields)
     stream_options = fields.table("stream_options")
     return TurnOptions(
@@ -83,22 +83,6 @@ def _add_message(chat: pb.Chat, fields: Fields) -> None:
         message.tool_calls.add(
             id=call.text("id"), name=function.text("name"), arguments_json=function.text("arguments", "")
         )
-
-
-def _choose_tool(request: pb.GenerateRequest, fields: Fields) -> None:
-    choice = fields.raw("tool_choice")
-    if choice is None:
-        return
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            fields.refuse("tool_choice", 'is unknown; send "auto", "none", "required" or a function')
-        sampling.set_tool_choice(request, fields, choice, "")
-        return
-    table = Fields(choice, "tool_choice")
-    if table.text("type") != "function":
-        table.refuse("type", 'is not supported; send {"type": "function", "function": {"name": ...}}')
-    function = table.table("function") or Fields(None, "tool_choice.function")
-    sampling.set_tool_choice(request, fields, "function", function.text("name"))
 
 
 def _constrain(request: pb.GenerateRequest, fields: Fields) -> None:

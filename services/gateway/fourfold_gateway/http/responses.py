@@ -53,7 +53,7 @@ def parse(fields: Fields, session_id: str, request_id: str) -> TurnOptions:
         if tool.text("type") != "function":
             tool.refuse("type", "is a tool of OpenAI's servers; send tools of the type function")
         sampling.add_tool(request.chat, tool, "parameters")
-    _choose_tool(request, fields)
+    sampling.choose_tool(request, fields, nested=False)
     form = text.table("format") if (text := fields.table("text")) is not None else None
     if form is not None and (kind := form.text("type")) != "text":
         if kind not in ("json_object", "json_schema"):
@@ -104,21 +104,6 @@ def _assistant(chat: pb.Chat, part: str) -> pb.Message:
         if fits:
             return last
     return chat.messages.add(role="assistant")
-
-
-def _choose_tool(request: pb.GenerateRequest, fields: Fields) -> None:
-    choice = fields.raw("tool_choice")
-    if choice is None:
-        return
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            fields.refuse("tool_choice", 'is unknown; send "auto", "none", "required" or a function')
-        sampling.set_tool_choice(request, fields, choice, "")
-        return
-    table = Fields(choice, "tool_choice")
-    if table.text("type") != "function":
-        table.refuse("type", 'is not supported; send {"type": "function", "name": ...}')
-    sampling.set_tool_choice(request, fields, "function", table.text("name"))
 
 
 async def respond(turn: HttpTurn, texts: TokenTexts) -> dict[str, Any]:

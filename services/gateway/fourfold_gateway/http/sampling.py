@@ -115,6 +115,25 @@ def add_tool(chat: pb.Chat, fields: Fields, schema: str) -> None:
     )
 
 
+def choose_tool(request: pb.GenerateRequest, fields: Fields, *, nested: bool) -> None:
+    """Apply `tool_choice` of OpenAI's formats; `nested`: the name is a field of `function`."""
+    choice = fields.raw("tool_choice")
+    if choice is None:
+        return
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            fields.refuse("tool_choice", 'is unknown; send "auto", "none", "required" or a function')
+        set_tool_choice(request, fields, choice, "")
+        return
+    table = Fields(choice, "tool_choice")
+    if table.text("type") != "function":
+        name = '"function": {"name": ...}' if nested else '"name": ...'
+        table.refuse("type", f'is not supported; send {{"type": "function", {name}}}')
+    if nested:
+        table = table.table("function") or Fields(None, "tool_choice.function")
+    set_tool_choice(request, fields, "function", table.text("name"))
+
+
 def set_tool_choice(request: pb.GenerateRequest, fields: Fields, kind: str, name: str) -> None:
     """Apply a choice of tools: "auto", "none", "required", or "function" with the name of one."""
     chat = request.chat

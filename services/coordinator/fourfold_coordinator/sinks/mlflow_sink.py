@@ -25,12 +25,7 @@ _ID_TAG: Final = "fourfold.run_id"
 _UNSUITABLE: Final = re.compile(r"[^A-Za-z0-9_\-. :/]")
 
 
-def open_sink(run: RunFacts) -> Sink:
-    """Start the run, or continue the one with the same id."""
-    return MlflowSink(run)
-
-
-class MlflowSink:
+class TrackerSink(Sink):
     """Metrics with the names of fourfold/metrics.py; parameters with the keys of the recipe."""
 
     def __init__(self, run: RunFacts) -> None:

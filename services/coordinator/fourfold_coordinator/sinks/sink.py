@@ -58,7 +58,7 @@ class Sink(Protocol):
 def open_sink(name: str, run: RunFacts) -> Sink:
     """Open a sink: it imports the tracker's library, and may connect to a server."""
     module = importlib.import_module(f".{name}_sink", __package__)
-    sink: Sink = module.open_sink(run)
+    sink: Sink = module.TrackerSink(run)
     return sink
 
 

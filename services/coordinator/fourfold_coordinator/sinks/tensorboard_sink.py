@@ -8,12 +8,7 @@ from .rows import MetricRow
 from .sink import RunFacts, Sink
 
 
-def open_sink(run: RunFacts) -> Sink:
-    """Open the folder; a run that continues writes a further file there."""
-    return TensorBoardSink(run)
-
-
-class TensorBoardSink:
+class TrackerSink(Sink):
     """Scalars with the names of fourfold/metrics.py."""
 
     def __init__(self, run: RunFacts) -> None:

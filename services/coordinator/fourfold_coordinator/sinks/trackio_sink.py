@@ -8,12 +8,7 @@ from .rows import MetricRow
 from .sink import RunFacts, Sink
 
 
-def open_sink(run: RunFacts) -> Sink:
-    """Start the run, or continue it."""
-    return TrackioSink(run)
-
-
-class TrackioSink:
+class TrackerSink(Sink):
     """Metrics with the names of fourfold/metrics.py."""
 
     def __init__(self, run: RunFacts) -> None:

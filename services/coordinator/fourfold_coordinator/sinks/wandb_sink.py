@@ -11,12 +11,7 @@ from .rows import MetricRow
 from .sink import RunFacts, Sink
 
 
-def open_sink(run: RunFacts) -> Sink:
-    """Start the run, or continue it under the same id."""
-    return WandbSink(run)
-
-
-class WandbSink:
+class TrackerSink(Sink):
     """Metrics over the axis `step`, so that a repeated step is accepted, too."""
 
     def __init__(self, run: RunFacts) -> None:

@@ -69,10 +69,9 @@ def trainer(
         return found, ""
     counts = {one: len({*names} & {*names_of(table)}) for one, table in tables.items()}
     best = [one for one in tables if counts[one] == max(counts.values())]
-    found = next((one for one in best if one.removeprefix("train_") in options.source.lower()), best[0])
-    others = ", ".join(one for one in best if one != found)
-    guess = f"it is read as a configuration of {found}; for {others}, import again with --trainer"
-    return found, guess if others else ""
+    others = ", ".join(best[1:])
+    guess = f"it is read as a configuration of {best[0]}; for {others}, import again with --trainer"
+    return best[0], guess if others else ""
 
 
 def ranks(draft: Draft, options: Options, launcher: str, *names: str, given: int = 0, why: str = "") -> None:

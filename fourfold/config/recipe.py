@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,14 +13,12 @@ from typing import Any, Final
 import pydantic
 
 from fourfold.config.layers import Layers, read_layers
-from fourfold.config.older_recipes import RefusedKey, drop_removed, translate
+from fourfold.config.older_recipes import RefusedKey, drop_removed
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.table import Table
 from fourfold.text import nearest_name
 
-_log: Final = logging.getLogger(__name__)
-# Names that other trainers have for a key.
 # Names of other systems, by the key that they are for; with its table where several have one of that name.
 _OTHER_NAMES: Final = {
     "learning_rate": "lr actor_learning_rate",
@@ -88,11 +85,6 @@ def from_tables(tables: Mapping[str, Any], *, source: str) -> Config:
 
 
 def _check(tables: Mapping[str, Any], layers: Layers) -> Config:
-    tables, moved, algorithm = translate(tables)
-    if moved:
-        lines = [line for name, table in algorithm.items() for line in _dump_table(table, ("algorithm", name))]
-        text = f"keys of [algorithm] have moved: {', '.join(moved)}. Replace them with"
-        _log.warning("%s  %s", layers.locate(("algorithm",)), "\n".join([text, *lines]))
     kept, refused = drop_removed(tables)
     if refused:
         raise ConfigError("\n".join(_explain_removed(each, tables, layers) for each in refused))
@@ -247,17 +239,15 @@ def toml_value(value: Any) -> str:
 def fix_date(config: Config, run_dir: Path | None) -> Config:
     """Return a recipe in which `data.date` is set: its own, that of the run in `run_dir`, or else the local time.
 
-    Chat templates write the date: with it, a run has the same prompts on every day and in every process. If the
-    config.toml of the run has no date, because an earlier release wrote it, the date is that of the file.
+    Chat templates write the date: with it, a run has the same prompts on every day and in every process.
     """
     if config.data.date:
         return config
     now = datetime.now()
     if run_dir is not None:
-        file = run_dir / "config.toml"
         with suppress(OSError, ValueError, KeyError, TypeError):  # no file or date, or a file that its user is editing
-            now = datetime.fromtimestamp(file.stat().st_mtime)
-            now = datetime.fromisoformat(tomllib.loads(file.read_text(encoding="utf-8"))["data"]["date"])
+            text = (run_dir / "config.toml").read_text(encoding="utf-8")
+            now = datetime.fromisoformat(tomllib.loads(text)["data"]["date"])
     return with_date(config, now.isoformat(timespec="seconds"))
 
 

@@ -182,8 +182,6 @@ class RewardConfig(Table):
     def _default_function(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        if "verifier" in value and "function" not in value:  # its name in older recipes
-            value = {{"verifier": "function"}.get(key, key): entry for key, entry in value.items()}
         if any(key not in cls.model_fields for key in value):  # perhaps the misspelt kind: that error comes first
             return value
         given = [kind for kind in _KINDS if kind in value]

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import config as configuration
-from tests.fakes.toy import make_config
-from tests.fakes.toy_services import DELAY_VARIABLE, install
 from tests.support import machines, tiny_run
 from tests.support.machines import two_machines
 from tests.support.ray_cluster import RayCluster
@@ -63,48 +60,6 @@ def cluster(tmp_path: Path) -> Iterator[RayCluster]:
 def steps(folder: Path) -> list[int]:
     path = folder / "metrics.jsonl"
     return [json.loads(row)["step"] for row in path.read_text().splitlines()] if path.exists() else []
-
-
-@pytest.mark.soak  # the next test loses a node, too
-def test_a_run_goes_on_without_a_node_and_uses_it_again(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    config = make_config(
-        shared, steps=2000, rollout={"replicas": 2}, trainer={"ranks": 3}, reward={"function": "exact_match"},
-        security={"directory": "certs"}, retry={"service_wait_seconds": 60.0, "restarts": 0},
-    )  # fmt: skip
-    (shared / "recipe.toml").write_text(configuration.dump(config))
-    install(shared / "fakes")
-    slow, folder = {DELAY_VARIABLE: "1.0"}, shared / "runs" / "toy"
-    with cluster(tmp_path) as ray:
-        a, b = ray.a, ray.b
-        ray.start_head(6, slow)
-        ray.join(2, slow)  # only an engine has room here, and nowhere else
-        run = ray.run("recipe.toml", path="fakes")
-        ray.wait(lambda: len(steps(folder)) >= 2, "step 2")
-        engine = next(name for name in ("rollout-0", "rollout-1") if name in "".join(b.programs().values()))
-
-        b.kill("ray")
-        ray.wait(lambda: f"{engine} died (lost with node {b.address}:" in a.output("run"), "the loss of the node")
-        reason = rf"lost with node {re.escape(b.address)}: [A-Za-z][^)]+\)"
-        assert re.search(reason, a.output("run")), "that of Ray"
-        assert "starts again when the cluster has room" in a.output("run")
-        done = len(steps(folder))
-        ray.wait(lambda: len(steps(folder)) >= done + 2, "two steps with the other engine")
-        ray.join(2, slow)
-        ray.wait(lambda: f"{engine} is ready again" in a.output("run"), "the engine on the new node")
-
-        ray.leave()
-        words = "the node is about to leave the cluster"
-        ray.wait(lambda: words in a.output("run"), "the end of the engine on notice", 40)
-        coordinator = (folder / "logs" / "coordinator-0.log").read_text()
-        assert [line for line in coordinator.splitlines() if f"{engine} left: " in line and "expired" not in line]
-        b.kill("ray")
-        ray.join(2, slow)
-        ray.wait(lambda: a.output("run").count(f"{engine} is ready again") == 2, "the engine on the third node")
-        run.terminate()
-        assert run.wait(30) == 143
-        assert [line for machine in (a, b) for line in machine.programs().values() if "fourfold serve" in line] == []
 
 
 def test_ranks_and_engines_on_two_nodes_train_and_survive_the_loss_of_one(

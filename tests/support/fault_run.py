@@ -1,4 +1,4 @@
-"""Drives one run of toy services through faults that a seed draws, and checks the books after each of them.
+"""Drives one run of toy services through faults, and checks the books after each of them.
 
 A fault strikes inside a call of its phase. Then the run must train two more steps, and ledger and trainer must agree.
 """
@@ -6,7 +6,6 @@ A fault strikes inside a call of its phase. Then the run must train two more ste
 from __future__ import annotations
 
 import asyncio
-import itertools
 import mmap
 import os
 import random
@@ -46,19 +45,18 @@ PHASES: Final = {
     "restoring": ("LoadCheckpoint", "LoadCheckpoint:done", "RaisePolicyVersion", "RaisePolicyVersion:done"),
     "joining": ("DescribeEngine", "DescribeEngine:done"),
 }
-_WEIGHTS: Final = {"training": 4, "restoring": 2}  # of some phases when one is drawn; 1 of the others
-KINDS: Final = {  # with their weights
-    "reset": 3,
-    "black hole": 2,
-    "kill engine": 3,
-    "kill trainer": 3,
-    "kill reward": 2,
-    "kill coordinator": 6,
-    "kill coordinator and trainer": 2,
-    "kill all": 2,
-    "disk full": 2,
-    "clock jump": 3,
-}
+KINDS: Final = (
+    "reset",
+    "black hole",
+    "kill engine",
+    "kill trainer",
+    "kill reward",
+    "kill coordinator",
+    "kill coordinator and trainer",
+    "kill all",
+    "disk full",
+    "clock jump",
+)
 PROCESS_ONLY: Final = ("disk full", "clock jump")
 _JUMPS: Final = (-90000.0, -7200.0, -15.0, 15.0, 3600.0, 40000.0)  # seconds
 _PROMPTS: Final = 4
@@ -83,22 +81,6 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)  # coordinators that ended with an error
     violations: Counter[str] = field(default_factory=Counter)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return JSON."""
-        phases = {kind: {p: n for (k, p), n in sorted(self.faults.items()) if k == kind} for kind in KINDS}
-        counters = ("dropped", "coordinators", "errors", "violations")
-        return {
-            "faults": sum(self.faults.values()),
-            "faults_by_kind_and_phase": phases,
-            "samples": self.samples,
-            "trained": self.trained,
-            "mixed_version_samples": self.mixed,
-            "samples_by_lag": {str(lag): count for lag, count in sorted(self.lags.items())},
-            "invariant_checks": self.checks,
-            "restores": self.restores,
-            **{name: dict(sorted(getattr(self, name).items())) for name in counters},
-        }
-
 
 def build_clock(folder: Path) -> Path:
     """Compile the library that moves the wall clock of a process; return its path."""
@@ -111,11 +93,11 @@ class FaultRun:
     """One run, its services, and the faults that strike it."""
 
     def __init__(
-        self, root: Path, clock: Path, *, seed: int, steps: int, tally: Tally, given: Sequence[tuple[str, str]] = ()
+        self, root: Path, clock: Path, *, seed: int, steps: int, tally: Tally, faults: Sequence[tuple[str, str]]
     ) -> None:
-        """Prepare a run; `given`, kinds and phases, are the faults that strike in turn, if there are any."""
+        """Prepare a run; `faults`, kinds and phases, strike in turn."""
         self.chance, self.seed, self.tally, self.root = random.Random(seed), seed, tally, root
-        self._given = itertools.cycle(given) if given else None
+        self._planned = faults
         self.filtered = self.chance.random() < 0.4
         self.steps, self.clock = steps, clock
         self.largest_lag = 0  # of the recipes so far
@@ -256,10 +238,9 @@ class FaultRun:
         if member.link is not None:
             member.link.close()
 
-    async def strike(self) -> None:
-        """Let one fault strike, and bring back what it took."""
-        kind, phase = self._draw() if self._given is None else next(self._given)
-        if kind in PROCESS_ONLY and self.process is None:  # a given fault, which would do nothing
+    async def strike(self, kind: str, phase: str) -> None:
+        """Let a fault strike, and bring back what it took."""
+        if kind in PROCESS_ONLY and self.process is None:  # it would do nothing
             await self._end_coordinator()
             await self.start(in_process=False)
         if phase == "restoring":  # there is none without the death of a trainer before
@@ -276,12 +257,6 @@ class FaultRun:
         if kind.startswith("kill"):
             await asyncio.sleep(self.chance.choice([0.0, 0.0, 0.2, 1.0]))
             await self._replace(victims)
-
-    def _draw(self) -> tuple[str, str]:
-        """Return kind and phase of a fault that can strike the present coordinator."""
-        kinds = [kind for kind in KINDS if self.process is not None or kind not in PROCESS_ONLY]
-        kind = self.chance.choices(kinds, [KINDS[k] for k in kinds])[0]
-        return kind, self.chance.choices(list(PHASES), [_WEIGHTS.get(name, 1) for name in PHASES])[0]
 
     def _victims(self, kind: str) -> list[Any]:
         stage = self.stage
@@ -346,20 +321,20 @@ class FaultRun:
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
-    async def run(self, faults: int) -> None:
-        """Run to the end, through some faults; raise AssertionError for a broken invariant."""
+    async def run(self) -> None:
+        """Run to the end, through all faults; raise AssertionError for a broken invariant."""
         # A coordinator in this process ends as one in its own: the last line on stderr has the reason.
         with self.log.open("a", buffering=1) as errors, redirect_stderr(errors):
-            await self._run(faults)
+            await self._run()
 
-    async def _run(self, faults: int) -> None:
+    async def _run(self) -> None:
         try:
             await self.start()
             over = False
-            for _ in range(faults):
+            for kind, phase in self._planned:
                 if over := await self._progress(self.chance.randint(1, 3)):
                     break
-                await self.strike()
+                await self.strike(kind, phase)
                 if over := await self._progress(2):
                     break
                 self.check_now()

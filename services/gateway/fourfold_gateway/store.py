@@ -37,16 +37,13 @@ T = TypeVar("T")
 
 # Stored as `PRAGMA user_version`.
 _VERSION: Final = 1
-# A turn's rowid rises in the order in which the turns of a session finished. Earlier releases had two partial indexes:
-# SQLite 3.44.0 to 3.46.0 crashes on an UPDATE of a column in the WHERE of such an index, in a table WITHOUT ROWID.
+# A turn's rowid rises in the order in which the turns of a session finished.
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, key_digest BLOB NOT NULL, state INTEGER NOT NULL,
   task_id TEXT NOT NULL, group_id TEXT NOT NULL, task BLOB NOT NULL, idle_seconds REAL NOT NULL,
   created_at REAL NOT NULL, used_at REAL NOT NULL, settled_at REAL, reason TEXT NOT NULL, reward REAL,
   metrics TEXT NOT NULL, outcome_sha256 BLOB NOT NULL) WITHOUT ROWID;
-DROP INDEX IF EXISTS sessions_unsettled;
-DROP INDEX IF EXISTS sessions_settled;
 CREATE INDEX IF NOT EXISTS sessions_by_settled ON sessions (settled_at);
 CREATE TABLE IF NOT EXISTS turns (
   id INTEGER PRIMARY KEY, session_id TEXT NOT NULL, number INTEGER NOT NULL, segment_index INTEGER NOT NULL,
@@ -384,10 +381,6 @@ def _open(path: Path) -> sqlite3.Connection:
                 f"with the release of Fourfold that wrote it, or give it another folder"
             )
         db.executescript(_SCHEMA)
-        known = {row[1] for row in db.execute("PRAGMA table_info(turns)")}
-        for name in _TOKENS:  # an earlier release did not have every column
-            if name not in known:
-                db.execute(f"ALTER TABLE turns ADD COLUMN {name} BLOB NOT NULL DEFAULT x''")
         db.execute(f"PRAGMA user_version = {_VERSION}")
     except (sqlite3.Error, FourfoldError) as error:
         db.close()

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold import config
-from fourfold.algorithm.advantages import ADVANTAGES, Gae, Grpo
+from fourfold.algorithm.advantages import ADVANTAGES
 from fourfold.algorithm.corrections import DEFAULT_BOUNDS
-from fourfold.algorithm.losses import LOSSES, CispoLoss, GspoLoss, PpoLoss, SapoLoss
+from fourfold.algorithm.losses import LOSSES, GspoLoss, PpoLoss
 from fourfold.config import Config, recipe
 from fourfold.config.reward import JudgeConfig, RewardConfig
 from fourfold.errors import ConfigError
@@ -359,51 +359,6 @@ def test_a_bound_that_a_kind_of_correction_does_not_read_is_refused(tmp_path: Pa
         text = f'{RECIPE}[algorithm]\npreset = "cispo"\n[algorithm.correction]\nkind = "{kind}"\n{unread} = 0.5\n'
         with pytest.raises(ConfigError, match=f"{unread} = 0.5 has no effect: kind = `{kind}` reads .* alone"):
             config.load(write(tmp_path, text))
-
-
-# Flat keys of older recipes
-
-
-def test_flat_keys_are_read_with_a_notice_of_what_to_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flat = (
-        RECIPE
-        + '[algorithm]\npreset = "dapo"\nloss = "gspo"\nclip_low = 0.1\ngspo_form = "sequence"\nratio_max = 3.0\n'
-    )
-    found = config.load(write(tmp_path, flat)).algorithm
-    (notice,) = caplog.messages
-    header, _, table = notice.partition("Replace them with\n")
-    assert header.endswith("recipe.toml:17  keys of [algorithm] have moved: loss, clip_low, gspo_form, ratio_max. ")
-    # The preset's clip_high counted for every loss; gspo never read ratio_max.
-    assert table == '[algorithm.loss]\nkind = "gspo"\nclip_high = 0.28\nclip_low = 0.1\nform = "sequence"'
-    caplog.clear()
-    assert config.load(write(tmp_path, f'{RECIPE}[algorithm]\npreset = "dapo"\n{table}\n')).algorithm == found
-    assert caplog.messages == []
-
-
-def test_all_flat_keys_are_read(tmp_path: Path) -> None:
-    keys = 'advantage = "gae"\ngamma = 0.9\ngae_lambda = 0.8\nhole_mode = "decay"\nadvantage_epsilon = 1e-6\n'
-    found = config.load(write(tmp_path, RECIPE + "[algorithm]\n" + keys)).algorithm.advantage
-    assert found == Gae(gamma=0.9, lam=0.8, hole_mode="decay")
-    keys = 'loss = "sapo"\nsapo_tau_positive = 2.0\nsapo_tau_negative = 3.0\nclip_low = 0.2\ndual_clip = 0.0\n'
-    found_loss = config.load(write(tmp_path, RECIPE + "[algorithm]\n" + keys)).algorithm.loss
-    assert found_loss == SapoLoss(tau_positive=2.0, tau_negative=3.0)
-    text = RECIPE + '[algorithm]\nloss = "cispo"\nratio_min = 0.5\nratio_max = 2.0\nadvantage_epsilon = 0.5\n'
-    mixed = config.load(write(tmp_path, text)).algorithm
-    assert (mixed.loss, mixed.advantage) == (CispoLoss(ratio_min=0.5, ratio_max=2.0), Grpo(epsilon=0.5))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("gamma = 0.9", "gamma: no such key for kind = 'grpo'"),  # refused before, too
-        ('loss = "gsop"', "kind = 'gsop' is unknown"),
-        ("dual_clip = 0.5", "dual_clip = 0.5 must be above 1"),
-        ('preset = "grop"\nclip_low = 0.1', "preset = 'grop' is unknown"),
-        ('loss.kind = "gspo"\nclip_low = 0.1', "algorithm.clip_low: no such key."),
-    ],
-)
-def test_flat_keys_keep_their_rules(tmp_path: Path, keys: str, message: str) -> None:
-    assert message in refused(tmp_path, f"{RECIPE}[algorithm]\n{keys}\n")
 
 
 def test_a_table_of_another_kind_does_not_inherit_the_keys_of_the_preset(tmp_path: Path) -> None:

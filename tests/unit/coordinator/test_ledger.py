@@ -23,7 +23,6 @@ from fourfold_coordinator.state.ledger import (
     Ledger,
     RecordPlace,
     SampleState,
-    read_evals,
 )
 from tests.support.eval_results import make_result
 
@@ -259,82 +258,6 @@ def test_the_results_of_held_out_sets_are_read_as_they_were_written(tmp_path: Pa
         ("eval/score", (0.5, None)), ("eval/math/score", (0.5, (0.25, 0.75))), ("eval/code/score", (0.25, (0.2, 0.6)))
     ]  # fmt: skip
     assert row.set_metrics()["eval/code/pass_at_2"] == 0.75 and row.set_metrics()["eval/math/maj_at_1"] == 0.5
-
-
-def test_evaluations_of_an_earlier_release_are_read_without_a_change_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    old = sqlite3.connect(path, isolation_level=None)
-    old.executescript(_SCHEMA_0 + "INSERT INTO evals VALUES (2, 0.5, 0.1, 8, 1, '[]');")
-    old.close()
-    expected = [EvalRow(2, 0.5, 0.1, 8, 1, [])]
-    assert read_evals(path) == expected
-    with closing(Ledger(path)) as ledger:
-        assert ledger.evals() == expected == read_evals(path)
-
-
-_SCHEMA_0 = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE samples (
-  sample_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, position INTEGER NOT NULL, step INTEGER NOT NULL,
-  state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
-CREATE INDEX samples_by_step ON samples (step, state);
-CREATE INDEX samples_by_position ON samples (position);
-CREATE TABLE steps (
-  step INTEGER PRIMARY KEY, policy_version INTEGER NOT NULL, skipped_reason TEXT NOT NULL,
-  data_position INTEGER NOT NULL, seconds REAL NOT NULL, metrics TEXT NOT NULL DEFAULT '');
-CREATE TABLE versions (policy_version INTEGER PRIMARY KEY, step INTEGER NOT NULL);
-CREATE TABLE checkpoints (
-  step INTEGER PRIMARY KEY, data_position INTEGER NOT NULL, policy_version INTEGER NOT NULL,
-  eval_count INTEGER NOT NULL);
-CREATE TABLE evals (
-  step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
-  missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
-INSERT INTO samples VALUES ('p0000000-0-0', 'p0000000-0', 0, 1, 'TRAINED', ''),
-  ('p0000001-0-0', 'p0000001-0', 1, 2, 'READY', '');
-INSERT INTO steps VALUES (1, 1, '', 1, 2.5, '{"reward/mean": 0.5}');
-INSERT INTO checkpoints VALUES (1, 1, 1, 0);
-INSERT INTO versions VALUES (1, 1);
-"""
-
-
-def test_a_ledger_of_version_0_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    old = sqlite3.connect(path, isolation_level=None)
-    old.execute("PRAGMA journal_mode = WAL")
-    old.executescript(_SCHEMA_0)
-    old.close()
-    for _ in range(2):
-        ledger = Ledger(path)
-        assert ledger.counts() == {SampleState.TRAINED: 1, SampleState.READY: 1}
-        assert [row for row in ledger._db.execute("PRAGMA index_list(samples)") if row[1] == "samples_by_step"] == []
-        assert [row.metrics for row in ledger.steps()] == [{"reward/mean": 0.5}]
-        assert ledger.recorded() == [], "its arrays were only in the memory of the process that wrote it"
-        ledger.close()
-    ledger = Ledger(path)
-    assert ledger.restore(1) == 1
-    issued = ledger.issue(step=2, position=1, count=1)
-    assert issued.group_id == "p0000001-1"
-    ledger.move(issued.sample_ids, SampleState.RUNNING)
-    ledger.move(issued.sample_ids, SampleState.ROLLED)
-    ledger.make_ready(issued.sample_ids, [RecordPlace(issued.sample_ids[0], 1, 4)])
-    assert [(row.sample_id, row.segment, row.offset) for row in ledger.recorded()] == [("p0000001-1-0", 1, 4)]
-    ledger.close()
-
-
-def test_a_ledger_with_the_partial_index_of_version_2_loses_it_and_restores_its_leased_samples(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with closing(Ledger(path)) as ledger:
-        leased = ready(ledger)
-        ledger.lease(1, leased)
-        ledger._db.execute("CREATE INDEX samples_leased ON samples (group_id) WHERE state = 'LEASED'")
-    for _ in range(2):
-        with closing(Ledger(path)) as ledger:
-            assert [row[1] for row in ledger._db.execute("PRAGMA index_list(samples)") if row[4]] == []
-            assert ledger.leased() == dict.fromkeys(leased, "p0000000-0")
-    with closing(Ledger(path)) as ledger:
-        assert ledger.restore(0, keep=["p0000000-0"]) == 0
-        assert ledger.counts() == {SampleState.READY: len(leased)}
-        assert ledger.leased() == {}
 
 
 def test_a_ledger_of_a_later_version_is_refused_and_not_changed(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ async def test_an_edit_of_the_file_of_the_run_is_recorded_and_the_file_kept(tmp_
     assert run.file.read_text().startswith("# mine\n"), "which its user edited since the first record"
 
 
-async def test_a_run_of_an_earlier_release_is_compared_with_its_file(tmp_path: Path, ledger: Ledger) -> None:
+async def test_a_run_without_a_recorded_recipe_is_compared_with_its_file(tmp_path: Path, ledger: Ledger) -> None:
     run = Run(tmp_path, ledger)
     run.file.write_text(configuration.dump(make_config(tmp_path, steps=4)))
     await run.start(tmp_path / "mine.toml", steps=5)
@@ -102,20 +101,6 @@ async def test_a_run_of_an_earlier_release_is_compared_with_its_file(tmp_path: P
     run.file.write_text("steps = ")
     await run.start(tmp_path / "mine.toml", steps=5)
     assert configuration.load(run.file).steps == 5 and len(run.changes()) == 1, "a broken file is repaired"
-
-
-async def test_the_date_of_a_run_of_an_earlier_release_does_not_follow_the_edits_of_its_file(
-    tmp_path: Path, ledger: Ledger
-) -> None:
-    run = Run(tmp_path, ledger)
-    run.file.write_text(configuration.dump(make_config(tmp_path)))
-    os.utime(run.file, (1.7e9, 1.7e9))
-    resumed = configuration.fix_date(configuration.load(run.file), run.file.parent)
-    await RecipeHistory(ledger, run.disk, run.file, run.file).record(resumed)
-    run.file.write_text("# edited\n" + run.file.read_text())
-    assert configuration.fix_date(configuration.load(run.file), run.file.parent) == resumed
-    await RecipeHistory(ledger, run.disk, run.file, run.file).record(resumed)
-    assert run.file.read_text().startswith("# edited\n")
 
 
 SLEEPS: dict[str, Any] = {"rollout": {"gpus_per_replica": 1, "sleep_mode": True}}

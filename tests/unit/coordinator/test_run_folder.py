@@ -86,17 +86,6 @@ def test_a_run_keeps_the_date_on_which_it_began(tmp_path: Path, config: Config) 
     assert configuration.fix_date(configuration.with_date(config, "2020-01-01"), run_dir).data.date == "2020-01-01"
 
 
-def test_a_run_of_a_release_without_dates_has_that_of_its_recipe_file(tmp_path: Path, config: Config) -> None:
-    file = tmp_path / "config.toml"
-    began = datetime.datetime(2026, 11, 27, 23, 59, 58)
-    for text in (configuration.dump(config).replace('date = ""\n', ""), configuration.dump(config), "data = ["):
-        file.write_text(text)
-        os.utime(file, (began.timestamp(), began.timestamp()))
-        assert configuration.fix_date(config, tmp_path).data.date == "2026-11-27T23:59:58"
-    made, _ = make_run_dir(configuration.with_date(config, "2026-11-28"), "demo", tmp_path)
-    assert configuration.load(made / "config.toml").data.date == "2026-11-28"
-
-
 def test_latest_is_the_run_that_was_started_last(tmp_path: Path, config: Config) -> None:
     first, second = (make_run_dir(config, "demo", tmp_path)[0] for _ in range(2))
     for run_dir in (first, second, first):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
 import gc
@@ -131,20 +130,6 @@ async def test_settled_sessions_are_pruned_and_others_stay(store: SessionStore) 
     assert await store.prune(200.0) == 0
     assert [name for name in "abcd" if await store.load_session(name)] == ["c", "d"]
     assert [name for name in "abcd" if await store.load_turns(name)] == ["c", "d"]
-
-
-async def test_partial_indexes_of_an_earlier_release_are_dropped(store: SessionStore, tmp_path: Path) -> None:
-    await store.put_session(OPEN)
-    await store.stop()
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.sqlite")) as db:
-        db.execute("CREATE INDEX sessions_unsettled ON sessions (state) WHERE settled_at IS NULL")
-        db.execute("CREATE INDEX sessions_settled ON sessions (settled_at) WHERE settled_at IS NOT NULL")
-    again = SessionStore(tmp_path)
-    await again.settle(STORED)
-    assert (await again.load_unsettled(), await again.prune(101.0)) == ([], 1)
-    await again.stop()
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.sqlite")) as db:
-        assert [row[1] for row in db.execute("PRAGMA index_list(sessions)") if row[4]] == []
 
 
 async def test_a_change_that_fails_leaves_those_beside_it(store: SessionStore) -> None:

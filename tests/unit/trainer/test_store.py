@@ -52,14 +52,9 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     assert safetensors.torch.load_file(folder / "policy-000.safetensors")["master.0"].tolist() == [0, 1, 2, 3]
 
 
-def test_the_state_of_the_algorithm_is_read_from_older_checkpoints(tmp_path: Path) -> None:
+def test_the_state_of_the_algorithm_is_read_back(tmp_path: Path) -> None:
     saved = state(1, algorithm_state=AlgorithmState(kl_coef=0.25, scores=RunningMoments(count=3, mean=1.5, m2=2.0)))
     store(tmp_path).save(saved, write)
-    assert store(tmp_path).read(1)[0] == saved
-    file = tmp_path / "checkpoints/step-000001/trainer.json"
-    text = file.read_text()
-    assert text.count('"algorithm_state"') == 1
-    file.write_text(text.replace('"algorithm_state"', '"memory"'))
     assert store(tmp_path).read(1)[0] == saved
 
 

@@ -67,18 +67,14 @@ LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
 
 _UNFINISHED: Final = tuple(s for s in SampleState if s not in (SampleState.TRAINED, SampleState.DROPPED))
 
-# Stored as `PRAGMA user_version`. Version 0 had no table `records`, versions before 2 no column `evals.sets`.
+# Stored as `PRAGMA user_version`.
 _VERSION: Final = 2
-# No index contains the state, because each of a sample's five moves would write the index, too. Earlier releases had
-# two, `samples_by_step` and `samples_leased`. The latter was partial, with the state in its WHERE: SQLite 3.44.0 to
-# 3.46.0 crashes on an UPDATE of such a column of a table WITHOUT ROWID.
+# No index contains the state, because each of a sample's five moves would write the index, too.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samples (
   sample_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, position INTEGER NOT NULL, step INTEGER NOT NULL,
   state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
-DROP INDEX IF EXISTS samples_by_step;
-DROP INDEX IF EXISTS samples_leased;
 CREATE INDEX IF NOT EXISTS samples_of_step ON samples (step);
 CREATE INDEX IF NOT EXISTS samples_by_position ON samples (position);
 CREATE TABLE IF NOT EXISTS records (
@@ -92,7 +88,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
   eval_count INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
-  missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
+  missing_count INTEGER NOT NULL, answers TEXT NOT NULL, sets TEXT NOT NULL DEFAULT '[]');
 """
 RESUMES_KEY: Final = "resumes"  # number of coordinator processes that resumed the run
 _PROGRESS: Final = f"""SELECT (SELECT COALESCE(MAX(step), 0) FROM steps), (SELECT MAX(step) FROM checkpoints),
@@ -222,10 +218,8 @@ def _reading(path: Path) -> contextlib.closing[sqlite3.Connection]:
 
 
 def _select_evals(db: sqlite3.Connection) -> list[EvalRow]:
-    known = {name for _, name, *_ in db.execute("PRAGMA table_info(evals)")}
-    sets = "sets" if "sets" in known else "'[]'"  # an earlier release wrote the file, and no run has it open
-    columns = "step, score, half_width, answer_count, missing_count, answers"
-    rows = db.execute(f"SELECT {columns}, {sets} FROM evals ORDER BY step")
+    columns = "step, score, half_width, answer_count, missing_count, answers, sets"
+    rows = db.execute(f"SELECT {columns} FROM evals ORDER BY step")
     return [
         EvalRow(step, score, half_width, count, missing, check_examples(load(answers)), read_results(results))
         for step, score, half_width, count, missing, answers, results in rows
@@ -239,7 +233,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the database at `path`, or create an empty one; migrate one of an earlier version.
+        """Open the database at `path`, or create an empty one.
 
         Raises WrongState when a later version of Fourfold wrote it, or it is damaged.
         """
@@ -255,7 +249,7 @@ class Ledger:
             # `sync` is called for those that a restore needs.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint = 0")  # it would block the event loop; `sync` makes it
-            self._migrate(path)
+            self._create(path)
         except (sqlite3.Error, WrongState) as error:  # such as a full disk: the caller retries with a new connection
             self._db.close()
             if getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
@@ -264,8 +258,8 @@ class Ledger:
                 ) from None
             raise
 
-    def _migrate(self, path: Path) -> None:
-        """Create the tables that the file lacks. After a kill, the next start migrates again."""
+    def _create(self, path: Path) -> None:
+        """Create the tables that the file lacks."""
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise WrongState(
@@ -273,8 +267,6 @@ class Ledger:
                 f"the release of Fourfold that wrote it"
             )
         self._db.executescript(_SCHEMA)
-        if "sets" not in {name for _, name, *_ in self._db.execute("PRAGMA table_info(evals)")}:
-            self._db.execute("ALTER TABLE evals ADD COLUMN sets TEXT NOT NULL DEFAULT '[]'")
         self._db.execute(f"PRAGMA user_version = {_VERSION}")
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class RecipeHistory:
             entry = {"time": utc_text(SYSTEM_CLOCK.now()), "step": step, "changes": changes}
             line = json.dumps(entry, default=str) + "\n"  # TOML also has dates
             await self._disk.write(append_lines, self._file.with_name(CHANGES_FILE), line.encode())
-        # A run of a release without data.date uses the date of its file, which the next edit would change.
+        # A file without data.date gets it.
         kept = self._is_own and config.data.date in self._read()
         if not kept and new != self._read():
             await self._disk.write(replace_file, self._file, [new])

@@ -218,8 +218,7 @@ def remove_partial(folder: Path) -> None:
 def _state(fields: dict[str, Any]) -> TrainerState:
     """Return the state that `asdict` turned into JSON."""
     answer = fields.pop("answer")
-    # Checkpoints written before the field was renamed have the key `memory`.
-    algorithm = fields.pop("memory") if "memory" in fields else fields.pop("algorithm_state")
+    algorithm = fields.pop("algorithm_state")
     scores = RunningMoments(**algorithm.pop("scores"))
     return TrainerState(
         **fields,

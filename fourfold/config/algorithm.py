@@ -345,7 +345,7 @@ class AlgorithmConfig(Table):
         name = given.get("preset", "grpo")
         if name not in list(ALL_PRESETS):  # a name of another type may not be hashable
             raise ValueError(f"preset = {name!r} is unknown; {choices(name, ALL_PRESETS)}")
-        return merged(default_tables(name), given)
+        return merged(merged(_KINDS, ALL_PRESETS[name]), given)
 
     def _check_units(self) -> None:
         loss = self.loss
@@ -462,11 +462,6 @@ class AlgorithmConfig(Table):
                 f"algorithm.kl.horizon = {self.kl.horizon} is too short for {samples_per_step} samples a step: the "
                 f"coefficient could turn negative; raise it above {math.ceil(kl.MAX_ERROR * samples_per_step)}"
             )
-
-
-def default_tables(preset: object) -> dict[str, Any]:
-    """Return the keys that a preset sets, and the kinds of those that set none."""
-    return merged(_KINDS, ALL_PRESETS.get(preset, {}) if isinstance(preset, str) else {})
 
 
 def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

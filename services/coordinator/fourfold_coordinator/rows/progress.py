@@ -1,4 +1,4 @@
-"""Shows how far the first encoding of a source is: one line that is redrawn, or without a terminal a line at times."""
+"""Shows how far the first encoding of a source is: a line now and then."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Final, TextIO
 
 _FIRST_SECONDS: Final = 1.0  # a short encoding shows nothing
-_REDRAW_SECONDS: Final = 0.5
-_LINE_SECONDS: Final = 15.0
+_LINE_SECONDS: Final = 5.0
 
 
 class EncodingProgress:
@@ -19,36 +18,21 @@ class EncodingProgress:
     ) -> None:
         """Begin; `total` is about the number of rows of `what`, None: unknown."""
         self._what, self._total, self._out, self._clock = what, total, out, clock
-        self._redraws = out.isatty()
         self._began = clock()
         self._next = self._began + _FIRST_SECONDS
-        self._width = 0
 
     def show(self, rows: int) -> None:
-        """Show that this many rows are encoded, unless the last display is young."""
+        """Show that this many rows are encoded, unless the last line is young."""
         if (now := self._clock()) < self._next:
             return
-        self._next = now + (_REDRAW_SECONDS if self._redraws else _LINE_SECONDS)
+        self._next = now + _LINE_SECONDS
         rate = rows / (now - self._began)
         text = f"encoding {self._what}: {rows:,} rows, {rate:,.0f} rows/s"
         if self._total and rows <= self._total:
             left = (self._total - rows) / rate if rate else 0.0
             text += f", {rows / self._total:.0%}, {left:,.0f} s left"
-        if self._redraws:
-            self._write("\r" + text.ljust(self._width))
-            self._width = len(text)
-        else:
-            self._write(text + "\n")
-
-    def end(self) -> None:
-        """Remove the line from the terminal."""
-        if self._width:
-            self._write("\r" + " " * self._width + "\r")
-            self._width = 0
-
-    def _write(self, text: str) -> None:
         try:
-            self._out.write(text)
+            self._out.write(f"{text}\n")
             self._out.flush()
         except OSError:  # the terminal has gone; the rows are encoded without a display
             self._next = float("inf")

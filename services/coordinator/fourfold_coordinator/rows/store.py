@@ -169,10 +169,7 @@ def prepare_store(
             try:
                 progress = EncodingProgress(describe(source), count_rows(source), sys.stderr)
                 builder = _Builder(scratch.path, settings, tokenizer, describe(source), progress)
-                try:
-                    builder.build(enumerate(read_rows(source)), digest, block_rows)
-                finally:
-                    progress.end()
+                builder.build(enumerate(read_rows(source)), digest, block_rows)
                 try:
                     scratch.path.rename(target)
                 except OSError:

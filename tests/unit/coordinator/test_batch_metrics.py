@@ -24,7 +24,6 @@ from fourfold_coordinator.state.samples import (
     Trajectory,
     build_sample,
     check_completions,
-    digest,
 )
 
 PROMPT = Prompt(
@@ -121,11 +120,6 @@ def test_tokens_of_a_version_that_was_never_sent_are_refused() -> None:
     spans = (VersionSpan(policy_version=2, token_count=2), VersionSpan(policy_version=1, token_count=1))
     with pytest.raises(PeerFault, match="policy_version 2; 1 is the newest"):  # it went on with older weights
         check_completions([completion(version_spans=spans)], peer="r", vocabulary_size=20, newest_version=1)
-
-
-def test_the_digest_sees_every_token_and_no_order() -> None:
-    one, other = group(1, 0), group(1, 0, token_ids=np.array([10, 11, 13], np.int32))
-    assert digest(one.trajectories) == digest(one.trajectories[::-1]) != digest(other.trajectories)
 
 
 def test_a_batch_in_numbers() -> None:

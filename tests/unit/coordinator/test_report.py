@@ -1,16 +1,13 @@
-"""The report of a run, and the distance between two."""
+"""The report of a run."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fourfold.config import dump
 from fourfold_coordinator.reporting import report
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
@@ -31,7 +28,6 @@ def ledger(tmp_path: Path) -> Ledger:
         ledger.record_metrics(step, {"reward/mean": step / 10}, seconds=2.0 * step)
     for step, score in ((0, 0.1), (1, 0.3), (2, 0.6)):
         ledger.add_eval(evaluation(step, score))
-    ledger.put({report.FIRST_STEP: '{"samples_sha256": "ab"}'})
     return ledger
 
 
@@ -58,7 +54,6 @@ def test_a_report_says_before_and_after(tmp_path: Path, ledger: Ledger) -> None:
     assert facts["peak_memory_without"] == ["trainer-0"]
     assert (facts["skipped_steps"], facts["policy_version"], facts["peak_memory_bytes"]) == (1, 1, 5)
     assert facts["answers_after"][0]["completion"] == "6"
-    assert facts["first_step"] == {"samples_sha256": "ab"}
 
 
 def test_a_report_of_a_run_with_a_lag_sums_it_up(tmp_path: Path, ledger: Ledger) -> None:
@@ -88,80 +83,3 @@ def test_a_report_of_a_run_with_a_lag_sums_it_up(tmp_path: Path, ledger: Ledger)
 def test_a_run_without_held_out_data_has_no_evaluation(tmp_path: Path) -> None:
     facts = build(tmp_path, Ledger(tmp_path / "empty.sqlite"))
     assert (facts["eval_before"], facts["eval_after"], facts["seconds_per_step"]) == (None, None, None)
-
-
-def finish(root: Path, name: str, ledger: Ledger, *, tokens: list[list[int]], **changes: Any) -> dict[str, Any]:
-    """A finished run's folder; returns its report."""
-    folder = root / name
-    folder.mkdir()
-    (folder / "config.toml").write_text(dump(make_config(root, name=name, **changes)))
-    rows = [{"step": 1, "sample_id": f"s{i}", "completion": str(ids)} for i, ids in enumerate(tokens)]
-    rows.append({"step": 2, "sample_id": "later", "completion": "9"})
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [{"step": 1, "reward/mean": 0.1 * len(tokens[0])}, {"step": 2, "reward/mean": 0.2}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.write(folder, build(root, ledger, name=name, **changes), ledger.steps(), ledger.evals())
-    written: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return written
-
-
-def test_the_report_of_a_repeated_run_states_the_distance(
-    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
-    root = tmp_path / "runs"
-    root.mkdir()
-    assert finish(root, "toy", ledger, tokens=[[1, 2], [3, 4]])["distance"] is None
-    assert finish(root, "other", ledger, tokens=[[1, 2]], seed=8)["distance"] is None, "another recipe"
-    distance = finish(root, "toy-2", ledger, tokens=[[1, 2, 3], [3, 4]])["distance"]
-    assert distance["run"] == "toy"
-    assert distance["same_seed"] and distance["same_first_step_samples"]
-    assert distance["first_step_equal_share"] == 0.5
-    assert distance["reward_difference_max"] == pytest.approx(0.1)
-    assert distance["eval_after_difference"] == 0.0
-    assert report.compare(root / "toy", root / "toy-2")["first_step_equal_share"] == 0.5
-
-
-def test_a_neighbour_that_cannot_be_read_is_no_obstacle(
-    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
-    finish(tmp_path, "toy", ledger, tokens=[[1]])
-    for number, (name, text) in enumerate(
-        (("metrics.jsonl", "5\n"), ("samples.jsonl", '{"step": "1"}\n'), ("report.json", "[]"), ("report.json", "{"))
-    ):
-        (tmp_path / "toy" / name).write_text(text)
-        folder = f"toy-{number + 2}"
-        assert finish(tmp_path, folder, ledger, tokens=[[1]])["distance"] is None
-        shutil.rmtree(tmp_path / folder)
-
-
-def test_a_run_that_continues_after_its_end_is_not_compared_with_itself(
-    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
-    finish(tmp_path, "toy", ledger, tokens=[[1]])
-    (tmp_path / "latest").symlink_to("toy")
-    assert report.find_twin(tmp_path / "toy") is None
-    finish(tmp_path, "toy-2", ledger, tokens=[[1]])
-    assert report.find_twin(tmp_path / "toy-2") == tmp_path / "toy"
-
-
-def test_a_neighbour_that_is_deleted_meanwhile_is_no_obstacle(
-    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
-    glob = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*glob(path, pattern), path / "gone" / "report.json"])
-    assert finish(tmp_path, "toy", ledger, tokens=[[1]])["distance"] is None
-
-
-def test_steps_without_a_reward_are_left_out_of_the_distance(
-    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
-    finish(tmp_path, "toy", ledger, tokens=[[1]])
-    rows = ({"step": 1}, {"step": 2, "reward/mean": 0.5})
-    (tmp_path / "toy" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    distance = finish(tmp_path, "toy-2", ledger, tokens=[[1]])["distance"]
-    assert distance["reward_difference_max"] == pytest.approx(0.3)

@@ -24,8 +24,6 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
         "peak_memory_bytes": 8_260_000_000, "dropped": {"REWARD_ERROR": 3},
         "eval_before": {"step": 0, "score": 0.106, "half_width": 0.071, "n": 160},
         "eval_after": {"step": 24, "score": 0.631, "half_width": None, "n": 160},
-        "distance": {"run": "demo-1", "same_first_step_prompts": True, "same_first_step_seeds": True,
-                     "same_first_step_samples": True, "eval_after_difference": -0.02},
         "answers_before": [answer("3 * 4", "I think\nit is 34, because of this and that", 0.0)],
         "answers_after": [answer("3 * 4", "12", 1.0)],
     }  # fmt: skip
@@ -59,7 +57,6 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "1 of 24 steps did not change the weights." in lines
     assert "  20 steps, 2 to 24: 82% were cut off; raise it" in lines
     assert "  step 3: nothing was learned: every sample scored 0" in lines
-    assert "Compared with demo-1, which has the same recipe: the same first step, accuracy -0.02." in text
     assert "What is 3 * 4?" in text and "I think it is 34," in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
     assert text.endswith(f"Chat with the model: {program()} chat {tmp_path}")

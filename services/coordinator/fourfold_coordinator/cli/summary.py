@@ -48,8 +48,6 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines += _interruptions(report)
     if dropped := report.get("dropped"):
         lines.append("Dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
-    if twin := report.get("distance"):
-        lines.append(_comparison(twin))
     lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
@@ -136,14 +134,6 @@ def _score(evaluation: dict[str, Any]) -> str:
     spread = evaluation.get("interval") or evaluation.get("half_width")
     missing, measure = evaluation.get("missing") or 0, _measure(evaluation)
     return format_score(evaluation["score"], spread, evaluation["n"], missing, measure=measure)
-
-
-def _comparison(twin: dict[str, Any]) -> str:
-    same = all(twin.get(f"same_first_step_{part}") for part in ("prompts", "seeds", "samples"))
-    first = "the same first step" if same else "a different first step"
-    gap = twin.get("eval_after_difference")
-    accuracy = "" if gap is None else f", accuracy {gap:+.2f}"
-    return f"Compared with {twin['run']}, which has the same recipe: {first}{accuracy}."
 
 
 def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[str]:

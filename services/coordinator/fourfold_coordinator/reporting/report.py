@@ -1,4 +1,4 @@
-"""Writes report.json and curve.png, and compares two runs: python -m fourfold_coordinator.reporting.report A B
+"""Writes report.json and curve.png.
 
 report.json (times in seconds, sizes in bytes):
 
@@ -17,7 +17,6 @@ report.json (times in seconds, sizes in bytes):
     evals                        all of them
     began_from                   models that the run began with: {part: {"source", "sha256", "run", "began_from"}}; the
                                  last two if a run exported the model (`reporting/lineage.py`)
-    first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
     asynchrony                   null if asynchrony.max_policy_lag was always 0, else: max_policy_lag at the end;
                                  lag_limit of the last step; token_lag_mean, token_lag_max; trainer_wait_fraction,
@@ -34,16 +33,12 @@ report.json (times in seconds, sizes in bytes):
     model_ema                    folder of the export of their moving average, or null
     critic                       folder of the export of the critic, or null
     reward_model                 true if the model scores texts and writes none
-    distance                     from the newest finished run with the same recipe in runs/, or null (`compare`)
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -51,17 +46,14 @@ from typing import Any, Final
 
 from fourfold import metrics as m
 from fourfold.config.schema import Config
-from fourfold.host.program import resume_command
 
-from ..launch.run_names import CONFIG_FILE, REPORT_FILE
+from ..launch.run_names import REPORT_FILE
 from ..state.eval_results import EvalRow
 from ..state.files import replace_file
 from ..state.ledger import Ledger, StepRow
-from ..state.samples import StepBatch, digest, digest_of_tokens
 from .diagnosis import summarize_findings
 from .run_totals import RunTotals
 
-FIRST_STEP = "first_step"
 BEGAN_FROM = "began_from"
 
 # Title and metric of each small panel. Panels without values are left out.
@@ -158,26 +150,6 @@ def points_of(steps: Sequence[StepRow], name: str) -> list[tuple[int, float]]:
     return [(row.step, float(value)) for row in steps if (value := row.metrics.get(name)) is not None]
 
 
-def first_step_facts(batch: StepBatch) -> str:
-    """Return digests of the first step's prompts, seeds and samples, as JSON; equal steps have equal digests.
-
-    Rows of data have samples alone.
-    """
-    if batch.rows:
-        return json.dumps({"samples_sha256": digest_of_tokens(batch.rows)})
-    ordered = sorted(batch.groups, key=lambda group: group.position)
-    trajectories = [t for group in ordered for t in group.trajectories]
-    prompts = "\n".join(f"{group.position} {group.trajectories[0].prompt.text}" for group in ordered)
-    seeds = "\n".join(str(group.seed) for group in ordered)
-    return json.dumps(
-        {
-            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
-            "seeds_sha256": hashlib.sha256(seeds.encode()).hexdigest(),
-            "samples_sha256": digest(trajectories),
-        }
-    )
-
-
 def build(
     config: Config,
     ledger: Ledger,
@@ -208,7 +180,6 @@ def build(
         "eval_after": _eval(after),
         "evals": [_eval(row) for row in evals],
         "began_from": json.loads(ledger.get(BEGAN_FROM) or "{}"),
-        "first_step": json.loads(ledger.get(FIRST_STEP) or "{}"),
         "asynchrony": _asynchrony(config, steps),
         "skipped_steps": sum(bool(step.skipped_reason) for step in steps),
         "dropped": ledger.dropped(),
@@ -228,61 +199,7 @@ def build(
 def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals: Sequence[EvalRow]) -> None:
     """Write curve.png and then report.json, each atomically. Takes seconds: call it in a thread."""
     draw_curve(folder / "curve.png", steps, evals, title=report["name"])
-    report = {**report, "distance": _distance(folder, report)}
     replace_file(folder / REPORT_FILE, [json.dumps(report, indent=2, ensure_ascii=False) + "\n"])
-
-
-def find_twin(folder: Path) -> Path | None:
-    """Return the newest finished run beside `folder` whose recipe differs in the name only; None without one."""
-    own, folder = _recipe(folder), folder.resolve()
-    found = [path for path in folder.parent.glob(f"*/{REPORT_FILE}") if path.parent != folder]
-    others = [path for path in found if not path.parent.is_symlink()]  # skip links such as runs/latest
-    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path.parent for path in others if own and _recipe(path.parent) == own), None)
-
-
-def _distance(folder: Path, report: dict[str, Any]) -> dict[str, Any] | None:
-    try:
-        twin = find_twin(folder)
-        return None if twin is None else {"run": twin.name, **compare(twin, folder, report)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another release, or partly deleted
-        return None
-
-
-def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the differences of the runs in two folders in their first step, rewards and final evaluation.
-
-    `report` is that of the second run, when it is not written yet.
-    """
-    one = json.loads((first / REPORT_FILE).read_text(encoding="utf-8"))
-    other = report or json.loads((second / REPORT_FILE).read_text(encoding="utf-8"))
-    samples = [_first_completions(folder / "samples.jsonl") for folder in (first, second)]
-    shared = samples[0].keys() & samples[1].keys()
-    rewards = zip(_rewards(first), _rewards(second), strict=False)
-    gaps = [abs(a - b) for a, b in rewards if a is not None and b is not None]
-    after = [run["eval_after"] for run in (one, other)]
-    digests = [run["first_step"] for run in (one, other)]
-    same = {
-        f"same_first_step_{key}": digests[0].get(f"{key}_sha256") == digests[1].get(f"{key}_sha256")
-        for key in ("prompts", "seeds", "samples")
-    }
-    return {
-        "same_seed": one["seed"] == other["seed"],
-        **same,
-        "first_step_equal_share": sum(samples[0][k] == samples[1][k] for k in shared) / len(shared) if shared else None,
-        "reward_difference_mean": math.fsum(gaps) / len(gaps) if gaps else None,
-        "reward_difference_max": max(gaps, default=None),
-        "eval_after_difference": after[1]["score"] - after[0]["score"] if all(after) else None,
-    }
-
-
-def _recipe(folder: Path) -> dict[str, Any] | None:
-    """Return the run's recipe without its name; None when it is not readable."""
-    try:
-        recipe = tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return {key: value for key, value in recipe.items() if key != "name"}
 
 
 def _eval(row: EvalRow | None) -> dict[str, Any] | None:
@@ -341,29 +258,3 @@ def _asynchrony(config: Config, steps: Sequence[StepRow]) -> dict[str, Any] | No
             {"step": step.step, "text": text} for step in steps if (text := step.metrics.get("lag_change"))
         ],
     }
-
-
-def _first_completions(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            if row["step"] > 1:
-                break
-            found[row["sample_id"]] = row["completion"]
-    return found
-
-
-def _rewards(folder: Path) -> list[float | None]:
-    """Return the mean reward of each step; None for a step whose samples were lost in a restart."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row.get(m.REWARD_MEAN) for row in rows]
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python -m fourfold_coordinator.reporting.report RUN_FOLDER RUN_FOLDER")
-    for folder in map(Path, sys.argv[1:]):
-        if not (folder / REPORT_FILE).is_file():
-            sys.exit(f"{folder}: no report.json; give a finished run, or finish it: {resume_command(folder)}")
-    sys.stdout.write(json.dumps(compare(Path(sys.argv[1]), Path(sys.argv[2])), indent=2) + "\n")

@@ -26,7 +26,6 @@ Each trajectory of the steps done is a line of samples.jsonl:
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import time
@@ -258,21 +257,6 @@ def sampling_params(
         stop_token_ids=config.sampling.stop_token_ids,
         seed=seed,
     )
-
-
-def digest(trajectories: Iterable[Trajectory]) -> str:
-    """Return a SHA-256 (hex) of the sampled tokens, in order of the sample ids: equal for equal samples."""
-    ordered = sorted(trajectories, key=lambda t: t.sample.sample_id)
-    return digest_of_tokens(segment for trajectory in ordered for segment in trajectory.segments)
-
-
-def digest_of_tokens(samples: Iterable[Sample]) -> str:
-    """Return a SHA-256 (hex) of the tokens of some samples, in their order."""
-    result = hashlib.sha256()
-    for sample in samples:
-        ids = sample.token_ids.astype("<i4").tobytes()
-        result.update(len(ids).to_bytes(8, "little") + ids)
-    return result.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,6 @@ from fourfold.errors import Internal
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from ..launch.run_names import CRITIC_FOLDER, EMA_FOLDER, MODEL_FOLDER, STEP_FOLDER
-from ..reporting import report
 from ..routing.replica import ReplicaKey
 from ..routing.trainer_session import TrainerRestarted
 from ..state.sample_traces import step_attributes
@@ -228,10 +227,7 @@ class TrainingLoop:
     async def take(self, step: int) -> StepBatch:
         """Return the samples of one step: generated, scored, filtered, with reference log-probabilities; or of data."""
         self.board.set_phase(run_pb.RUN_PHASE_GENERATING)
-        batch = await self.source.take(step)
-        if step == 1:
-            await self.disk.write(self.ledger.put, {report.FIRST_STEP: report.first_step_facts(batch)})
-        return batch
+        return await self.source.take(step)
 
     async def train(self, step: int, batch: StepBatch) -> tuple[TrainStepResponse, dict[str, float]]:
         """Train one step; return the trainer's response, and the metrics of the batch.

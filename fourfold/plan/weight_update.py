@@ -5,16 +5,13 @@
     ring     one NCCL group of all engines: NCCL passes pieces on from GPU to GPU
     chain    gloo: each engine passes each chunk on when it has arrived
 
-With B bytes at R bytes per second over the slowest link, chunks of C bytes that cost t seconds each, and N engines:
-
-    chain    B / R + (B / C) t + (N - 1) (C / R + t)      the trainer sends B
-    copies   N B / R                                      the trainer sends N B; for comparison only
+With B bytes at R bytes per second over the slowest link, chunks of C bytes that cost t seconds each, and N engines, a
+chain takes B / R + (B / C) t + (N - 1) (C / R + t), and the trainer sends B.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 from fourfold.bounds import chunk_bytes
@@ -30,28 +27,10 @@ _CHUNK_SECONDS: Final = 0.3e-3
 _MEMORY_BYTES_PER_SECOND: Final = 5e9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A connection between two members of a chain."""
-
-    bytes_per_second: float
-    chunk_seconds: float = _CHUNK_SECONDS  # of each chunk, beside its bytes
-
-    def seconds(self, byte_count: int) -> float:
-        """Return the time of one chunk."""
-        return byte_count / self.bytes_per_second + self.chunk_seconds
-
-
-def chain_seconds(byte_count: int, engines: int, link: Link) -> float:
+def chain_seconds(byte_count: int, engines: int, bytes_per_second: float) -> float:
     """Return the time until the last engine of a chain has everything; all links are equal."""
     size = min(chunk_bytes(byte_count), byte_count)
-    return (math.ceil(byte_count / size) + engines - 1) * link.seconds(size)
-
-
-def copies_seconds(byte_count: int, engines: int, link: Link) -> float:
-    """Return the time in which the trainer sends a copy to each engine, one after another or through one link."""
-    size = min(chunk_bytes(byte_count), byte_count)
-    return engines * math.ceil(byte_count / size) * link.seconds(size)
+    return (math.ceil(byte_count / size) + engines - 1) * (size / bytes_per_second + _CHUNK_SECONDS)
 
 
 def update_cost(config: Config, shape: ModelShape) -> str:
@@ -80,10 +59,7 @@ def update_cost(config: Config, shape: ModelShape) -> str:
 
 
 def _chain_text(byte_count: int, engines: int, gbit: int) -> str:
-    link = Link(bytes_per_second=gbit * _GBIT)
-    chain, copies = chain_seconds(byte_count, engines, link), copies_seconds(byte_count, engines, link)
-    more = f" (a copy for each: {copies:.2g} s)" if engines > 1 else ""
-    return f"{chain:.2g} s at {gbit} Gbit/s{more}"
+    return f"{chain_seconds(byte_count, engines, gbit * _GBIT):.2g} s at {gbit} Gbit/s"
 
 
 def _network_text(byte_count: int, gbit: int) -> str:

@@ -202,7 +202,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 def test_plan_names_the_path_of_the_weights_and_its_cost(backend: str, says: str) -> None:
     text = " ".join(changed(weights={"backend": backend}, rollout={"replicas": 16}).split())
     assert says in text
-    assert "s at 10 Gbit/s (a copy for each: " in text
+    assert " s at 10 Gbit/s and " in text
 
 
 def test_plan_lists_the_services_on_each_gpu() -> None:

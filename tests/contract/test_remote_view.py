@@ -37,7 +37,7 @@ from fourfold_coordinator.state.samples import SAMPLES_FILE
 from fourfold_coordinator.view import reader as view_reader
 from fourfold_coordinator.view import remote
 from fourfold_coordinator.view.app import make_app
-from fourfold_coordinator.view.reader import FolderReader, RunFolders
+from fourfold_coordinator.view.reader import RunFolders, RunReader
 from fourfold_tools import certs
 from tests.support.view_run import append_step, trajectory, write_run
 
@@ -107,7 +107,7 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "host" / "one")
 
 
-Open = Callable[..., FolderReader]
+Open = Callable[..., RunReader]
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def open_remote(start: Start, tmp_path: Path) -> Iterator[Open]:
     """Open remote runs with their copies in `tmp_path`. They are closed before the coordinators of `start`."""
     with ExitStack() as opened:
 
-        def enter(target: str, **options: Any) -> FolderReader:
+        def enter(target: str, **options: Any) -> RunReader:
             return opened.enter_context(remote.open_remote(target, **({"room": _room(tmp_path)} | options)))
 
         yield enter
@@ -139,7 +139,7 @@ def test_the_pages_of_a_remote_run_equal_those_of_its_machine(
 ) -> None:
     coordinator = start(folder)
     reader = open_remote(coordinator.target)
-    local = FolderReader(folder, cache=tmp_path / "local")
+    local = RunReader(folder, cache=tmp_path / "local")
     assert (reader.name, reader.state(), reader.steps()) == ("one", "running", local.steps())
     assert reader.recipe() == local.recipe()
     with TestClient(make_app(RunFolders([reader])), base_url=LOCAL) as client:

@@ -17,7 +17,7 @@ from fourfold_coordinator.state.sample_tokens import TOKENS_FILE
 from fourfold_coordinator.state.samples import SAMPLES_FILE
 from fourfold_coordinator.view.app import make_app
 from fourfold_coordinator.view.charts import Line, line_chart
-from fourfold_coordinator.view.reader import FolderReader, RunFolders
+from fourfold_coordinator.view.reader import RunFolders, RunReader
 from tests.support.view_run import write_run
 
 LOCAL = "http://127.0.0.1:8440"
@@ -124,7 +124,7 @@ def _until(condition: Callable[[], bool]) -> None:
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fourfold_coordinator.view.reader._LINE_BYTES", 1000)
     folder = write_run(tmp_path / "one")
-    reader = FolderReader(folder, cache=tmp_path / "cache")
+    reader = RunReader(folder, cache=tmp_path / "cache")
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b"[" * 5000)
     for _ in range(2):
@@ -173,5 +173,5 @@ def test_a_stopped_run_has_the_tokenizer_of_a_built_in_model_that_is_here(
     monkeypatch.setattr(model_folder, "resolve", lambda source: tmp_path)
     for ready in (False, True):
         monkeypatch.setattr(model_folder, "is_ready", lambda source, ready=ready: ready)
-        found = FolderReader(folder, cache=tmp_path / "cache")
+        found = RunReader(folder, cache=tmp_path / "cache")
         assert found.state() != "running" and (found.tokenizer() is not None) == ready

@@ -1,6 +1,6 @@
 """Reads runs for the pages of `fourfold view`.
 
-    pages --RunReader--> FolderReader --> config.toml, metrics.jsonl, timeline.jsonl, report.json, ledger, index.db
+    pages --> RunReader --> config.toml, metrics.jsonl, timeline.jsonl, report.json, ledger, index.db
                                       '--> RunCoordinator: state, weight plane
 
 `RunReader` is all that pages know of a run. For a run of another machine (`remote.py`), the folder is a copy.
@@ -120,52 +120,6 @@ _REPORT: Final = TypeAdapter(Report)
 _STEP: Final = TypeAdapter(_Step)
 
 
-class RunReader(Protocol):
-    """A run, in progress or ended. Any thread may call. Unreadable data is missing, and `faults` has the reason."""
-
-    name: str
-    folder: Path
-    """Folder of the run, or of the copy of a run of another machine."""
-    peer: str
-    """Coordinator on another machine that sent the files; empty: the run is of this machine."""
-
-    def state(self) -> str:
-        """Return "running", "finished", "stopped", "unreachable", or "failed" for a start that came to no step."""
-
-    def progress(self) -> Progress | None:
-        """Return the last step and checkpoint, and how often the run was resumed; None for a run of another machine."""
-
-    def recipe(self) -> Mapping[str, Any]:
-        """Return the tables of the recipe; empty if it is not readable."""
-
-    def config(self) -> Config | None:
-        """Return the recipe; None if this release cannot read it."""
-
-    def steps(self) -> Sequence[Mapping[str, Any]]:
-        """Return the lines of metrics.jsonl, in order."""
-
-    def report(self) -> Report:
-        """Return report.json; empty before the end."""
-
-    def faults(self) -> list[str]:
-        """Return the errors of files and of answers of the coordinator."""
-
-    def evaluations(self) -> Sequence[EvalRow]:
-        """Return all evaluations, in order."""
-
-    def timeline(self, step: int) -> StepTimeline | None:
-        """Return the line of the timeline of a step; None if there is none."""
-
-    def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
-        """Return the present state of weight updates; None if the run does not answer."""
-
-    def index(self) -> TrajectoryIndex:
-        """Return the index of the trajectories, which may lag behind the run."""
-
-    def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer of the run; None if its model is not on this machine."""
-
-
 class RunCoordinator(Protocol):
     """The coordinator process of a run, if it lives. Any thread may call; answers come within seconds."""
 
@@ -245,8 +199,11 @@ class _Lines:
         self.rows, self.offset, self.inode, self.left_out, self.fault = [], 0, inode, 0, ""
 
 
-class FolderReader:
-    """A run in a folder of this machine, or a copy of one."""
+class RunReader:
+    """A run in a folder of this machine, or a copy of one, in progress or ended.
+
+    Any thread may call. Unreadable data is missing, and `faults` has the reason.
+    """
 
     def __init__(
         self,
@@ -277,6 +234,7 @@ class FolderReader:
         self._indexed = threading.Event()  # whether the thread has indexed the files once
 
     def state(self) -> str:
+        """Return "running", "finished", "stopped", "unreachable", or "failed" for a start that came to no step."""
         now = time.monotonic()
         if now - self._state[0] >= _STATE_SECONDS:
             found = self._coordinator.state()
@@ -285,41 +243,50 @@ class FolderReader:
         return self._state[1]
 
     def progress(self) -> Progress | None:
+        """Return the last step and checkpoint, and how often the run was resumed; None for a run of another machine."""
         with contextlib.suppress(sqlite3.Error):  # `evaluations` notes what is wrong with the file
             return read_progress(self.folder / LEDGER_FILE)
         return None
 
     def recipe(self) -> Mapping[str, Any]:
+        """Return the tables of the recipe; empty if it is not readable."""
         return self._read(CONFIG_FILE, _read_recipe) or {}
 
     def config(self) -> Config | None:
+        """Return the recipe; None if this release cannot read it."""
         try:  # from text: `include` in the file could name any file of this machine
             return configuration.from_tables(self.recipe(), source=str(self.folder / CONFIG_FILE))
         except (FourfoldError, ValueError, RecursionError):
             return None
 
     def steps(self) -> Sequence[Mapping[str, Any]]:
+        """Return the lines of metrics.jsonl, in order."""
         return self._read_lines(METRICS_FILE, _metrics_row)
 
     def report(self) -> Report:
+        """Return report.json; empty before the end."""
         return self._read(REPORT_FILE, lambda path: parse(_REPORT, path.read_bytes())) or Report()
 
     def faults(self) -> list[str]:
+        """Return the errors of files and of answers of the coordinator."""
         sent = f"{self.peer}: " if self.peer else ""
         fix = "what needs it is missing here; restore the file, or use the release of Fourfold that wrote it"
         found = [f"{sent}{name}: {problem}; {fix}" for name, problem in sorted(self._faults.copy().items())]
         return found + self._coordinator.faults()
 
     def evaluations(self) -> Sequence[EvalRow]:
+        """Return all evaluations, in order."""
         rows = self._read(LEDGER_FILE, read_evals)
         if rows is None:
             rows = self._read_lines(EVALUATIONS_FILE, _evaluation)
         return rows or self.report().evaluations()
 
     def timeline(self, step: int) -> StepTimeline | None:
+        """Return the line of the timeline of a step; None if there is none."""
         return next((row for row in reversed(self._read_lines(TIMELINE_FILE, parse_line)) if row.step == step), None)
 
     def weight_plane(self) -> pb.GetWeightPlaneResponse | None:
+        """Return the present state of weight updates; None if the run does not answer."""
         if self.state() != "running":
             return None
         with self._lock:
@@ -364,6 +331,7 @@ class FolderReader:
             time.sleep(_UPDATE_SECONDS)
 
     def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer of the run; None if its model is not on this machine."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._load_tokenizer()
@@ -438,7 +406,7 @@ class RunFolders:
     """The runs to show, by name."""
 
     def __init__(
-        self, runs: Sequence[Path | FolderReader], *, root: Path | None = None, cache: Path | None = None
+        self, runs: Sequence[Path | RunReader], *, root: Path | None = None, cache: Path | None = None
     ) -> None:
         """Show `runs`, and all runs in `root`, also those that start later.
 
@@ -446,9 +414,9 @@ class RunFolders:
         for a folder without a run, and for one that is given twice.
         """
         self._root, self._cache = root, cache
-        self._readers: dict[str, FolderReader] = {}
+        self._readers: dict[str, RunReader] = {}
         for run in runs:
-            reader = run if isinstance(run, FolderReader) else FolderReader(run, cache=cache)
+            reader = run if isinstance(run, RunReader) else RunReader(run, cache=cache)
             folder = reader.folder
             if not (folder / CONFIG_FILE).is_file():
                 raise ConfigError(f"{folder}: no run is in this folder (no {CONFIG_FILE}); give a folder of runs/")
@@ -465,7 +433,7 @@ class RunFolders:
             for config in self._root.glob(f"*/{CONFIG_FILE}"):
                 folder = config.parent
                 if not folder.is_symlink() and folder.name not in self._readers:
-                    self._readers[folder.name] = FolderReader(folder, cache=self._cache)
+                    self._readers[folder.name] = RunReader(folder, cache=self._cache)
         found = [reader for reader in self._readers.values() if (reader.folder / CONFIG_FILE).is_file()]
         return [*sorted(found, key=lambda reader: _changed(reader.folder), reverse=True)]
 

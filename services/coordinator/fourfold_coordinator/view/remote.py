@@ -1,6 +1,6 @@
 """Opens a run of another machine for the pages of `fourfold view`.
 
-    coordinator --ReadFile--> a copy of the run's files in the cache --FolderReader--> pages
+    coordinator --ReadFile--> a copy of the run's files in the cache --RunReader--> pages
                 --GetRun, GetWeightPlane--> RemoteCoordinator
 
 The copy is updated while pages are requested. Without an answer, the pages show the old copy.
@@ -27,7 +27,7 @@ from fourfold.errors import ConfigError, DeadlinePassed, FourfoldError, PeerFaul
 
 from ..launch.copied_files import FILES
 from ..launch.run_folder import is_finished
-from .reader import FolderReader
+from .reader import RunReader
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ def _size(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def open_remote(target: str, *, room: CopyRoom, certs: str = "", token: str = "") -> Iterator[FolderReader]:
+def open_remote(target: str, *, room: CopyRoom, certs: str = "", token: str = "") -> Iterator[RunReader]:
     """Yield a reader of the run of a coordinator, and end its calls and the copy afterwards.
 
     Args:
@@ -107,7 +107,7 @@ def open_remote(target: str, *, room: CopyRoom, certs: str = "", token: str = ""
         for file in _AT_START:
             coordinator.copy(file)
         try:
-            yield FolderReader(coordinator.folder, cache=room.folder, coordinator=coordinator, address=target)
+            yield RunReader(coordinator.folder, cache=room.folder, coordinator=coordinator, address=target)
         finally:
             coordinator.close()
 

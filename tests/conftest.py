@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import gc
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from hypothesis import settings
 
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
+from fourfold.tracing import spans
+from fourfold.tracing.spans import Span
 from tests.fakes.clock import FakeClock
 
 if TYPE_CHECKING:
@@ -70,6 +72,15 @@ async def serve() -> AsyncIterator[Serve]:
         await channel.close()
     for server in servers:
         await server.stop(0)
+
+
+@pytest.fixture
+def ended() -> Iterator[list[Span]]:
+    """Make spans; return those that ended."""
+    found: list[Span] = []
+    spans.install(found.append)
+    yield found
+    spans.install(None)
 
 
 @pytest.fixture

@@ -147,15 +147,10 @@ async def test_three_turns_by_messages_are_one_segment_in_the_runs_store(gateway
     assert await gateway.state() == STORED
 
 
-async def test_a_turn_in_the_trace_of_an_agent_goes_on_to_the_engine(gateway: Gateway) -> None:
+async def test_a_turn_in_the_trace_of_an_agent_goes_on_to_the_engine(gateway: Gateway, ended: list[spans.Span]) -> None:
     await gateway.open()
-    ended: list[spans.Span] = []
-    spans.install(ended.append)
-    try:
-        with spans.Spans({0: spans.Span("turn", None)}):
-            await gateway.turn([USER])
-    finally:
-        spans.install(None)
+    with spans.Spans({0: spans.Span("turn", None)}):
+        await gateway.turn([USER])
     by_name = {span.name: span for span in ended}
     at_gateway = by_name["fourfold.agent.v1.AgentService/Generate"]
     at_engine = by_name["fourfold.rollout.v1.RolloutService/Generate"]

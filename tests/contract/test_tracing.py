@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.server import Server
-from fourfold.tracing import export, spans
+from fourfold.tracing import export
 from fourfold.tracing.propagation import format_traceparent, outgoing
 from fourfold.tracing.spans import Span, SpanContext, Spans
 from tests.conftest import Serve
@@ -30,14 +30,6 @@ from tests.support.otlp import FoundSpan, check_trace, hanging_receiver, read_fi
 
 SERVER, CLIENT = 2, 3
 PHASES = ["wait", "generate", "score", "queue", "train"]
-
-
-@pytest.fixture
-def ended() -> Iterator[list[Span]]:
-    found: list[Span] = []
-    spans.install(found.append)
-    yield found
-    spans.install(None)
 
 
 def by_trace(found: list[FoundSpan]) -> list[list[FoundSpan]]:

@@ -80,7 +80,7 @@ def start(
     program, at most `running` samples run at once.
     """
     recipe, errors = folder / "tiny.toml", folder / "stderr.log"
-    public = f"127.0.0.1:{_free_port()}"
+    public = f"127.0.0.1:{free_port()}"
     fields = {"model": model, "context": CONTEXT, "samples": SAMPLES, "public": public}
     recipe.write_text(text or RECIPE.format(**fields, dtype=dtype))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
@@ -102,7 +102,7 @@ def start(
     return Service(process, line.split()[1], public, errors, model)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a free port outside the range of outgoing connections, which could take it before the service does."""
     ports = list(range(20_000, 30_000))
     random.shuffle(ports)

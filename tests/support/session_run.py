@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sqlite3
 import sys
 from collections import Counter
@@ -56,6 +55,7 @@ from fourfold_coordinator.tasks.task_queue import AttemptState, TaskGroup, TaskQ
 from tests.support import agent_process
 from tests.support.agent_process import AgentPlan, Record
 from tests.support.gateway_process import CENSUS_VARIABLE
+from tests.support.rollout_process import free_port
 
 _START_SECONDS: Final = 60.0
 _CENSUS_SECONDS: Final = 20.0
@@ -160,7 +160,7 @@ class GatewayProcess:
 
     def __init__(self, folder: Path, config: Config, coordinator: str) -> None:
         self._folder, self._coordinator = folder, coordinator
-        ports = [_free_port() for _ in range(2)]
+        ports = [free_port() for _ in range(2)]
         self.target, self.http = (f"127.0.0.1:{port}" for port in ports)
         gateway = config.gateway.model_copy(update={"http_listen": self.http})
         self._recipe = folder / "gateway.toml"
@@ -351,14 +351,3 @@ async def wait_for_gateway(check_now: Callable[[], Any], gateway: GatewayProcess
 def _environment() -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT), *sys.path])
     return {**os.environ, "PYTHONPATH": paths, PARENT_PID_VARIABLE: str(os.getpid())}
-
-
-def _free_port() -> int:
-    """Return a free port outside the range of outgoing connections, which could take it before the service does."""
-    ports = list(range(20_000, 30_000))
-    random.shuffle(ports)
-    for port in ports:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")

@@ -10,21 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.tracing import spans
 from fourfold.tracing.spans import NONE, Span
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 from fourfold_coordinator.state.ledger import FILTERED, Ledger, SampleState
 from fourfold_coordinator.state.sample_traces import GENERATE, SCORE, SampleTraces, step_attributes
 
 ANSWER = TrainStepResponse(step=1, policy_version=1, metrics={"policy/loss": 0.5, "train/grad_norm": float("nan")})
-
-
-@pytest.fixture
-def ended() -> Iterator[list[Span]]:
-    found: list[Span] = []
-    spans.install(found.append)
-    yield found
-    spans.install(None)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -23,15 +21,6 @@ from fourfold.tracing.spans import Span, SpanContext, Spans, part_of_work
 
 GIVEN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # the example of W3C Trace Context
 CONTEXT = SpanContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
-
-
-@pytest.fixture
-def ended() -> Iterator[list[Span]]:
-    """Make spans; return those that ended."""
-    found: list[Span] = []
-    spans.install(found.append)
-    yield found
-    spans.install(None)
 
 
 def test_a_traceparent_is_read_and_written() -> None:

@@ -5,22 +5,11 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from fourfold.errors import InvalidInput
-from fourfold.tracing import spans
 from fourfold.tracing.spans import NONE, Span, Spans, current
-
-
-@pytest.fixture
-def ended() -> Iterator[list[Span]]:
-    """Make spans; return those that ended."""
-    found: list[Span] = []
-    spans.install(found.append)
-    yield found
-    spans.install(None)
 
 
 def work(count: int = 2) -> Spans:

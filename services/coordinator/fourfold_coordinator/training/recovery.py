@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.bounds import MAX_NUMBER
-from fourfold.config.rows import RowKeys
 from fourfold.config.schema import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
@@ -54,14 +53,8 @@ TRAINER_KEY: Final = "trainer_incarnation"
 _RECIPE_KEY: Final = "experiences_recipe_sha256"
 # Key in the ledger: [[version, raised version], ...], in order, of the restores. Stored samples keep their numbers.
 _RAISES_KEY: Final = "version_raises"
-# Keys of a recipe that decide nothing about a sample.
-_NOT_OF_SAMPLES: Final[dict[str, Any]] = {
-    **dict.fromkeys(("name", "steps", "checkpoint", "evaluation", "metrics", "retry", "asynchrony", "gateway"), True),
-    "data": set(RowKeys.model_fields),
-    "batch": {"rows_per_step"},
-    "algorithm": {"sft_coef"},
-    "trainer": {"warmup_share"},
-}
+# Tables and keys of a recipe that decide nothing about a sample.
+_NOT_OF_SAMPLES: Final = {"name", "steps", "checkpoint", "evaluation", "metrics", "retry", "asynchrony", "gateway"}
 
 
 async def take_over(context: RunContext) -> RunPosition | None:
@@ -260,19 +253,8 @@ def _with_raised_versions(group: SampleGroup, version: int, raised: int) -> Samp
 
 
 def _recipe_sha256(config: Config) -> str:
-    """Return a SHA-256 (hex) of what decides about a sample: READY samples of another recipe are not trained on.
-
-    Folders of earlier releases lack some keys. Those of runs of rows are left out, because such runs have no READY
-    samples; the others are left out where they are not set.
-    """
+    """Return a SHA-256 (hex) of what decides about a sample: READY samples of another recipe are not trained on."""
     recipe = config.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
-    algorithm = recipe["algorithm"]
-    later = (recipe["data"], "chat_template"), (recipe["reference"], "source"), (algorithm["advantage"], "value")
-    for table, key in later:
-        if table.get(key, 0) in ("", None):
-            del table[key]
-    if config.algorithm.selection.kind == "none":
-        del algorithm["selection"]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 

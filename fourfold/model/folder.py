@@ -126,6 +126,7 @@ def resolve(source: str, chat_template: str = "", *, key: str = _KEY) -> Path:
         ConfigError: the folder or built-in model does not exist, a file is missing, or the conversion failed.
     """
     folder = _resolve(source, key)
+    chat_template = chat_template or runs.expected_template(source, key)
     return _with_template(folder, chat_template) if chat_template else folder
 
 

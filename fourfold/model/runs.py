@@ -37,6 +37,7 @@ class ExpectedRun:
     source: str  # of the model that it begins with; no expected run
     steps: int  # 0: not known yet
     export_every_steps: int  # 0: it exports its last weights alone
+    chat_template: str = ""  # as a recipe's `data.chat_template`: its exports have it
 
 
 _expected: dict[str, ExpectedRun] = {}
@@ -90,6 +91,11 @@ def begins_with(source: str, key: str) -> str:
 def is_expected(source: str, key: str) -> bool:
     """Return whether a source is that of an expected run."""
     return source.startswith(PREFIX) and parse(source, key)[0] in _expected
+
+
+def expected_template(source: str, key: str) -> str:
+    """Return the `data.chat_template` of the exports of an expected run; empty: of every other source, or none."""
+    return _expected[parse(source, key)[0]].chat_template if is_expected(source, key) else ""
 
 
 def export_folder(source: str, key: str) -> Path:

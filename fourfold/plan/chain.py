@@ -82,6 +82,7 @@ def expected_run(config: Config) -> runs.ExpectedRun:
         source=runs.begins_with(config.model.source, "model.source"),
         steps=config.steps,
         export_every_steps=config.checkpoint.export_every_steps,
+        chat_template=config.data.chat_template or runs.expected_template(config.model.source, "model.source"),
     )
 
 

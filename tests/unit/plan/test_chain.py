@@ -10,6 +10,7 @@ import pytest
 from fourfold.algorithm.losses.bradley_terry import BradleyTerryLoss
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
+from fourfold.model import folder as model_folder
 from fourfold.model import runs
 from fourfold.plan.chain import (
     Link,
@@ -83,6 +84,20 @@ def test_a_critic_reads_the_same_tokens_and_a_reward_model_may_not(tmp_path: Pat
         (other / "tokenizer.json").write_text('{"other": 1}')
         with pytest.raises(ConfigError, match=r"critic.source = 'run:rm' has another tokenizer.json than model.source"):
             warnings(other)
+
+
+def test_the_rows_of_later_recipes_are_read_with_the_template_that_an_earlier_one_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base, template = str(write_model(tmp_path / "base")), tmp_path / "mine.jinja"
+    template.write_text("{{ messages }}")
+    with runs.expect_runs() as expect:
+        expect("sft", runs.ExpectedRun(source=base, steps=3, export_every_steps=0, chat_template=str(template)))
+        expect("rm", expected_run(make_link(tmp_path, "rm", "run:sft").config))
+        for source in ("run:sft", "run:rm"):
+            assert (model_folder.resolve(source) / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert not (model_folder.resolve(base) / "chat_template.jinja").exists()
 
 
 def test_the_disk_of_a_chain_is_that_of_all_checkpoints_and_exports(tmp_path: Path) -> None:

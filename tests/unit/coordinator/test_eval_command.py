@@ -22,6 +22,7 @@ from fourfold_coordinator.launch.run_folder import is_locked, locked, make_run_d
 from fourfold_coordinator.launch.run_names import RUN_LOCK
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.training.evaluation.win_rate import win_rates
 from tests.fakes.toy import make_config
 from tests.support.eval_results import make_result
 
@@ -78,6 +79,7 @@ def test_a_table_of_many_k_has_the_smallest_and_the_largest() -> None:
         (["--lm-eval-path", "tasks"], "--lm-eval-path tasks has tasks for --lm-eval; name them, or remove it"),
         (["--lm-eval", "mine", "--lm-eval-path", "no/tasks"], "--lm-eval-path: no/tasks is no folder"),
         (["--out", "no/result.json"], "--out: .*/no is no folder"),
+        (["--against", "no/evaluation"], "--against no/evaluation: not the folder of an evaluation, .*No such file"),
         (["--out", "tests"], "--out tests: it is a folder; give the name of a file, such as tests/result.json"),
     ],
 )
@@ -154,3 +156,32 @@ def test_a_run_is_not_continued_while_a_checkpoint_of_it_is_exported(tmp_path: P
     with pytest.raises(ConfigError, match="does not start"):
         export_checkpoint(make_config(tmp_path), tmp_path, 4, (), supervisor)
     assert seen[1:] == [True, "stopped"] and not is_locked(tmp_path / RUN_LOCK)
+
+
+def write_evaluation(folder: Path, scores: dict[str, list[float | None]], scorer: str = "rm@1") -> Path:
+    folder.mkdir()
+    (folder / "evaluation.json").write_text(json.dumps({"scorers": [scorer], "model": folder.name}))
+    rows = [
+        {"set": "math", "prompt_index": index, "prompt": prompt, "task_group": prompt, "score": score}
+        for index, (prompt, each) in enumerate(scores.items())
+        for score in each
+    ]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_win_rate_is_the_mean_over_prompts_of_all_pairs_of_answers(tmp_path: Path) -> None:
+    old = write_evaluation(tmp_path / "old", {"a": [1.0, 2.0], "b": [0.0], "c": [5.0], "d": [None]})
+    new = write_evaluation(tmp_path / "new", {"a": [2.0, 3.0], "b": [1.0, None], "c": [5.0], "d": [9.0]})
+    against = win_rates(new, old)
+    (row,) = against["sets"]
+    assert row["prompts"] == 3 and row["win_rate"] == pytest.approx((3.5 / 4 + 1 + 1 / 2) / 3)
+    lines = result_lines({"sets": [], "score": None, "lm_eval": {}, "against": against}, width=200)
+    assert lines[1] == f"Against {old}; equal scores count half:" and lines[3].split()[:2] == ["math", "0.792"]
+
+    other = write_evaluation(tmp_path / "other", {"a": [1.0]}, "rm@2")
+    with pytest.raises(ConfigError, match=r"scored by \['rm@2'\], and these by \['rm@1'\]; evaluate both"):
+        win_rates(new, other)
+    elsewhere = write_evaluation(tmp_path / "elsewhere", {"x": [1.0], "a": [1.0]})
+    with pytest.raises(ConfigError, match="no prompt has scored answers in both evaluations"):
+        win_rates(new, elsewhere)

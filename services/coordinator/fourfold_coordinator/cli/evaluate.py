@@ -40,6 +40,7 @@ from ..launch.run_names import (
     RUN_LOCK,
 )
 from ..state.files import replace_file
+from ..training.evaluation.win_rate import read_evaluation, win_rates
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
 
 _FILE_WIDTH: Final = 200  # columns of output that is no terminal
@@ -78,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lm-eval-path", default="", metavar="FOLDER", help="folder with tasks of your own for --lm-eval"
     )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of an earlier evaluation by the same recipe: how often these answers score higher than those",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the result here, too")
     add_launcher_arguments(parser)
 
@@ -97,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: {folder} is no folder; make it, or name another one")
     if args.out and args.out.is_dir():
         raise ConfigError(f"--out {args.out}: it is a folder; give the name of a file, such as {args.out}/result.json")
+    if args.against:
+        read_evaluation(args.against)
     if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"--lm-eval needs a package: {install_command('fourfold-coordinator[lm-eval]')}")
     signals = SignalHandler()
@@ -208,6 +217,12 @@ class EvalCommand(RunCommand):
         path = self._run_dir / EVALUATION_FILE
         result = json.loads(path.read_text(encoding="utf-8"))
         result = {"model": self._config.model.source, "step": self._step, **result}
+        failure = None
+        if self._args.against:
+            try:
+                result["against"] = win_rates(self._run_dir, self._args.against)
+            except ConfigError as error:  # the evaluation itself is kept
+                failure = error
         lines = [json.dumps(result, indent=2, ensure_ascii=False) + "\n"]
         for target in (path, *([self._args.out] if self._args.out else [])):
             replace_file(target, lines)
@@ -223,6 +238,8 @@ class EvalCommand(RunCommand):
                 file=sys.stderr,
             )
             return 1
+        if failure:
+            raise failure
         return 0
 
     def print_failure(self, lines: list[str]) -> None:
@@ -265,6 +282,10 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
         parts = [align_columns(part) for part in pairs]
         table = [line for part in parts for line in (*part, "")][:-1]
     lines = ["", *table, "", "[low, high] is the 95 % interval, clustered by task group."] if sets else []
+    if against := result.get("against"):
+        rows = [["set", "win rate", "prompts"]]
+        rows += [[row["name"], _with_interval(row, "win_rate"), str(row["prompts"])] for row in against["sets"]]
+        lines += ["", f"Against {against['evaluation']}; equal scores count half:", *align_columns(rows)]
     if result["lm_eval"]:
         rows = _harness_rows(result["lm_eval"])
         lines += ["", "lm-evaluation-harness (+- is the standard error):", *align_columns(rows)]
@@ -272,7 +293,7 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
 
 
 def _with_interval(row: Mapping[str, Any], key: str) -> str:
-    return format_interval(row[key], row.get("interval") or row["half_width"], 3)
+    return format_interval(row[key], row.get("interval") or row.get("half_width"), 3)
 
 
 def _harness_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

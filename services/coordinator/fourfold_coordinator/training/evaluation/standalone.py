@@ -7,7 +7,7 @@ evaluation.json  {"score", "half_width", "interval": as in report.json, null if 
                  the weights, null if they are of no run.
 answers.jsonl    a line for each answer: {"set", "prompt_index", "task_group", "sample_id", "prompt", "completion",
                  "answer": the reference answer, "final_answer": of the completion, "score": null if it has none,
-                 "success", "tokens", "truncated", "dropped": why it has no score}
+                 "terms": score by scorer of several, "success", "tokens", "truncated", "dropped": why it has no score}
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def _rows(answered: AnsweredSet, success: float) -> Iterator[dict[str, Any]]:
             "answer": answer.prompt.answer,
             "final_answer": final_answer(answer.completion, answer.prompt.answer, prompt=answer.prompt_text),
             "score": score,
+            "terms": {term.name: term.score for term in answer.sample.terms},
             "success": score is not None and score >= success,
             "tokens": answer.token_count,
             "truncated": answer.truncated,

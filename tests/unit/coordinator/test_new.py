@@ -174,6 +174,10 @@ def test_rows_recipe_takes_columns_steps_and_the_keys_that_the_template_needs(tm
     assert new.main(_parsed("own.toml", "--data", "chats.jsonl", "--model", "model")) == 0
     data = configuration.load("own.toml").data
     assert (data.turns, data.end) == ("each", "token"), "earlier turns are written differently; another end token"
+    Path("mine.toml").unlink()
+    write("pairs.jsonl", [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(60)])
+    scores = call("--data", "pairs.jsonl", "--preset", "reward-model")
+    assert scores.data.holdout is not None and (scores.data.holdout.groups, scores.trainer.learning_rate) == (3, 1e-5)
 
 
 @pytest.mark.parametrize(

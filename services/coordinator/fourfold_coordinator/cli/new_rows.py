@@ -64,8 +64,9 @@ def proposed_preset(form: Form) -> str:
 
 def rows_recipe(answers: RowAnswers) -> str:
     """Return the recipe with comments. Raises ConfigError: the preset does not read these rows, or one is wrong."""
-    kind = LOSSES.find(ROW_PRESETS[answers.preset]["loss"]["kind"]).reads
-    reads: Reads = "answers" if kind == "trajectories" else kind
+    loss = LOSSES.find(ROW_PRESETS[answers.preset]["loss"]["kind"])
+    reads: Reads = "answers" if loss.reads == "trajectories" else loss.reads
+    scores = loss.trains == "scores"
     where = answers.sources[0].path
     fields = RowFields(**answers.fields)
     try:
@@ -93,9 +94,9 @@ def rows_recipe(answers: RowAnswers) -> str:
         given = source.model_dump(exclude_unset=True)
         lines += ["", "[data.train]" if len(answers.sources) == 1 else "[[data.train]]"]
         lines += [f"{key} = {value(found)}" for key, found in given.items() if found]
-    if (groups := int(total * _HELD_OUT_SHARE)) and reads == "answers":
+    if (groups := int(total * _HELD_OUT_SHARE)) and (reads == "answers" or scores):
         lines += [
-            "", "# Prompts that are never trained on, to measure the loss.",
+            "", f"# Prompts that are never trained on, to measure the {'accuracy' if scores else 'loss'}.",
             "[data.holdout]", 'field = ""', f"groups = {min(groups, 200)}",
             "", "[evaluation]", f"every_steps = {max(1, min(50, steps // 4))}",
         ]  # fmt: skip
@@ -104,7 +105,7 @@ def rows_recipe(answers: RowAnswers) -> str:
         f"tokens_per_micro_batch = {max(pair * context, 16_384 if answers.gpus else 2048)}",
         "", "[algorithm]", f"preset = {value(answers.preset)}",
         "", "[trainer]", *(['device = "cuda"', f"ranks = {answers.gpus}"] if answers.gpus else []),
-        f"learning_rate = {_RATES.get(reads, '1e-5')}",
+        f"learning_rate = {'1e-5' if scores else _RATES[reads]}",
         "", "[checkpoint]", f"every_steps = {max(1, min(100, steps // 4))}",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -12,9 +12,9 @@ quickstart:  ## set up the environment, then train the recipe of the README
 	@scripts/setup quickstart
 	@$(bin)/fourfold run recipes/quickstart.toml
 
-ladder:  ## set up the environment, then train recipes/ladder: supervised fine-tuning, then PPO; continue what was stopped
+ladder:  ## set up the environment, then train recipes/ladder: fine-tuning, reward model, PPO; continue what was stopped
 	@scripts/setup quickstart
-	@$(bin)/fourfold run recipes/ladder/sft.toml recipes/ladder/ppo.toml --resume
+	@$(bin)/fourfold run recipes/ladder/sft.toml recipes/ladder/rm.toml recipes/ladder/ppo.toml --resume
 
 setup:  ## set up the environment for development
 	@scripts/setup dev

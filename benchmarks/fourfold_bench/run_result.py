@@ -1,4 +1,4 @@
-"""Adds a finished run to the results: its report, and the metrics of every step.
+"""Adds a finished run to the results: its report, the metrics of every step, and what `fourfold eval` measured.
 
 python -m fourfold_bench.run_result runs/quickstart-gpu --save
 """
@@ -39,13 +39,18 @@ class RunResult(Benchmark[RunResultSettings]):
 
     def measure(self, settings: RunResultSettings, run: BenchmarkRun) -> dict[str, Any]:
         folder = Path(settings.run)
-        # A result has no paths of this machine.
-        report = (folder / "report.json").read_text(encoding="utf-8").replace(f"{Path.cwd()}/", "")
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return {"report": json.loads(report), "steps": [json.loads(line) for line in lines]}
+        found = {path.parent.name: _read(path) for path in sorted(folder.glob("evaluations/*/evaluation.json"))}
+        evaluations = {"evaluations": found} if found else {}
+        return {"report": _read(folder / "report.json"), "steps": [json.loads(line) for line in lines], **evaluations}
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
         return [f"{document['benchmark']}: {len(document['results']['steps'])} steps"]
+
+
+def _read(path: Path) -> Any:
+    """Return the JSON of a file, without paths of this machine."""
+    return json.loads(path.read_text(encoding="utf-8").replace(f"{Path.cwd()}/", ""))
 
 
 if __name__ == "__main__":

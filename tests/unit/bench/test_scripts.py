@@ -38,13 +38,19 @@ def test_a_finished_run_becomes_a_result(
     (run / "config.toml").write_text("name = 'small'\n")
     (run / "report.json").write_text(json.dumps({"model": f"{tmp_path}/runs/small/model"}))
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (run / "evaluations/step-2").mkdir(parents=True)
+    (run / "evaluations/step-2/evaluation.json").write_text('{"score": 1}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fourfold_bench/run_result.py", str(run), "--json", str(out)])
     assert run_script(RunResult()) == 0
     assert capsys.readouterr().out == "run-small: 2 steps\n"
     document = json.loads(out.read_text())
     assert document["parameters"] == {"run": "small", "recipe": "name = 'small'\n"}
-    assert document["results"] == {"report": {"model": "runs/small/model"}, "steps": [{"step": 1}, {"step": 2}]}
+    assert document["results"] == {
+        "report": {"model": "runs/small/model"},
+        "steps": [{"step": 1}, {"step": 2}],
+        "evaluations": {"step-2": {"score": 1}},
+    }
 
 
 @pytest.mark.slow

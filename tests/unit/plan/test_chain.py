@@ -24,7 +24,7 @@ from tests.fakes.toy import make_config
 from tests.unit.model.test_folder import write_model
 
 ROOT = Path(__file__).parents[3]
-LADDER = [f"recipes/ladder/{name}.toml" for name in ("sft", "ppo")]
+LADDER = [f"recipes/ladder/{name}.toml" for name in ("sft", "rm", "ppo")]
 
 
 def make_link(root: Path, name: str, source: str = "base", **changes: Any) -> Link:
@@ -125,11 +125,11 @@ def test_a_plan_of_several_recipes_needs_no_run_that_they_make(
     assert out.index("ladder-sft: 3 steps of sft on builtin:") < out.index(
         "ladder-ppo: 3 steps of ppo on run:ladder-sft"
     )
-    assert out.splitlines()[-1].startswith("ladder-sft -> ladder-ppo: about ")
+    assert out.splitlines()[-1].startswith("ladder-sft -> ladder-rm -> ladder-ppo: about ")
     assert cli_main.main(["plan", *LADDER, "--set", "sampling.max_new_tokens=9"]) == 1
-    assert capsys.readouterr().err.rstrip().endswith(". --set is for each of the 2 recipes")
+    assert capsys.readouterr().err.rstrip().endswith(". --set is for each of the 3 recipes")
     assert cli_main.main(["plan", *LADDER, "--resolved"]) == 1
-    assert "--resolved prints one recipe, and 2 are given" in capsys.readouterr().err
+    assert "--resolved prints one recipe, and 3 are given" in capsys.readouterr().err
     longer = ["--set", "model.max_context_tokens=9000", "--set", "batch.tokens_per_micro_batch=9000"]
     assert cli_main.main(["plan", *LADDER, *words, *longer]) == 1
     assert capsys.readouterr().err.startswith(f"fourfold: {LADDER[0]}: model.max_context_tokens = 9000, but ")

@@ -34,12 +34,15 @@ def load_chain(files: Sequence[Path], assignments: Sequence[str]) -> list[Link]:
     Raises:
         ConfigError: a recipe is wrong, two have one name, or one needs a run that a later one makes.
     """
-    try:
-        links = [Link(file=file, config=configuration.load(file, assignments)) for file in files]
-    except ConfigError as error:
-        if not assignments or len(files) == 1:
-            raise
-        raise ConfigError(f"{error.message}. --set is for each of the {len(files)} recipes") from None
+    links = list[Link]()
+    for file in files:
+        try:
+            links.append(Link(file=file, config=configuration.load(file, assignments)))
+        except ConfigError as error:
+            if not assignments or len(files) == 1:
+                raise
+            text = f"{error.message}. --set is for each of the {len(files)} recipes, and this is an error of {file}"
+            raise ConfigError(text) from None
     if len(links) > 1:
         check_order(links)
     return links

@@ -1,51 +1,51 @@
 """Writes the data of the ladder beside this file: python recipes/ladder/make_data.py
 
-conversations.jsonl   sums and differences, each answered by the number alone
-pairs.jsonl           products of two digits from 2 to 9; chosen: the result; rejected: another number, or the question
-held_out_pairs.jsonl  the same of 9 of the 28 products of two different digits, in both orders, which no other file has
+All questions are sums and differences, each in one file alone.
+
+conversations.jsonl   answers in five forms: the number alone, or in one of four sentences
+pairs.jsonl           chosen: the number alone; rejected: the same number in a sentence
+held_out_pairs.jsonl  the same with other questions
 """
 
 import json
 import random
-from itertools import combinations
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SUMS = ("{a} + {b} =", "What is {a} plus {b}?", "Add {a} to {b}.")
-DIFFERENCES = ("{a} - {b} =", "What is {a} minus {b}?", "Subtract {b} from {a}.")
-PRODUCTS = ("{a} * {b} =", "What is {a} times {b}?", "Multiply {a} by {b}.", "Compute {a} x {b}.")
+SUMS = ("{a} + {b} =", "What is {a} plus {b}?", "Add {a} and {b}.")
+DIFFERENCES = ("{a} - {b} =", "What is {a} minus {b}?", "Take {b} from {a}.")
+SENTENCES = ("The answer is {n}.", "It is {n}.", "I think it is {n}.", "That makes {n}.")
+CONVERSATIONS, PAIRS, HELD_OUT = 384, 256, 72
 
 
-def conversations(draw: random.Random) -> list[dict[str, object]]:
-    rows = []
-    for _ in range(512):
-        a, b = draw.randint(10, 99), draw.randint(2, 9)
-        text, answer = draw.choice([*((t, a + b) for t in SUMS), *((t, a - b) for t in DIFFERENCES)])
-        question = {"role": "user", "content": text.format(a=a, b=b)}
-        rows.append({"messages": [question, {"role": "assistant", "content": str(answer)}]})
-    return rows
+def questions(draw: random.Random) -> list[tuple[str, int]]:
+    """Return distinct questions with their results, in random order."""
+    found = []
+    for a, b in product(range(10, 30), range(2, 10)):
+        found += [(text.format(a=a, b=b), a + b) for text in SUMS]
+        found += [(text.format(a=a, b=b), a - b) for text in DIFFERENCES]
+    return draw.sample(found, CONVERSATIONS + PAIRS + HELD_OUT)
 
 
-def pairs(products: list[tuple[int, int]], draw: random.Random, *, each: int) -> list[dict[str, object]]:
-    rows = []
-    for a, b in products:
-        near = {a + b, a * (b + 1), a * (b - 1), (a + 1) * b, (a - 1) * b, a * b + 10, abs(a * b - 10), 10 * a + b}
-        for text in PRODUCTS:
-            question = text.format(a=a, b=b)
-            wrong = [*map(str, sorted(near - {a * b})), str(draw.randint(2, 99)), str(draw.randint(2, 99)), question]
-            wrong.remove(str(a * b)) if str(a * b) in wrong else None
-            rows += [{"prompt": question, "chosen": str(a * b), "rejected": r} for r in draw.sample(wrong, each)]
-    return rows
-
-
-def write(name: str, rows: list[dict[str, object]]) -> None:
+def write(name: str, rows: Iterable[object]) -> None:
     (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-draw = random.Random(17)
-held_out = draw.sample(list(combinations(range(2, 10), 2)), 9)
-both_orders = sorted({*held_out, *((b, a) for a, b in held_out)})
-trained = [(a, b) for a in range(2, 10) for b in range(2, 10) if (a, b) not in both_orders]
-write("conversations.jsonl", conversations(draw))
-write("pairs.jsonl", pairs(trained, draw, each=2))
-write("held_out_pairs.jsonl", pairs(both_orders, draw, each=1))
+def conversation(question: str, answer: str) -> object:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def main() -> None:
+    draw = random.Random(17)
+    asked = questions(draw)
+    forms = ("{n}", *SENTENCES)
+    write("conversations.jsonl", (conversation(q, draw.choice(forms).format(n=n)) for q, n in asked[:CONVERSATIONS]))
+    pairs = [{"prompt": q, "chosen": f"{n}", "rejected": draw.choice(SENTENCES).format(n=n)} for q, n in asked]
+    write("pairs.jsonl", pairs[CONVERSATIONS:-HELD_OUT])
+    write("held_out_pairs.jsonl", pairs[-HELD_OUT:])
+
+
+if __name__ == "__main__":
+    main()

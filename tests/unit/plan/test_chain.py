@@ -127,7 +127,7 @@ def test_a_plan_of_several_recipes_needs_no_run_that_they_make(
     )
     assert out.splitlines()[-1].startswith("ladder-sft -> ladder-rm -> ladder-ppo: about ")
     assert cli_main.main(["plan", *LADDER, "--set", "sampling.max_new_tokens=9"]) == 1
-    assert capsys.readouterr().err.rstrip().endswith(". --set is for each of the 3 recipes")
+    assert capsys.readouterr().err.rstrip().endswith(f" each of the 3 recipes, and this is an error of {LADDER[0]}")
     assert cli_main.main(["plan", *LADDER, "--resolved"]) == 1
     assert "--resolved prints one recipe, and 3 are given" in capsys.readouterr().err
     longer = ["--set", "model.max_context_tokens=9000", "--set", "batch.tokens_per_micro_batch=9000"]

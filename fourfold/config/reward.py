@@ -30,8 +30,14 @@ WebAddress = Annotated[str, AfterValidator(_check_address)]
 
 
 class RewardModelConfig(Table):
-    """A reward model of Hugging Face, `model = {...}`: AutoModelForSequenceClassification with one label."""
+    """A reward model of Hugging Face, `model = {...}`: AutoModelForSequenceClassification with one label, or
+    AutoModelForTokenClassification, which scores steps."""
 
+    kind: Literal["score", "process"] = "score"
+    """score: one score for the whole text. process: one at the end of each step of the answer; that of the last step is
+    the score of the sample, those of the others are token rewards."""
+    steps: str = Field(default="\n\n", min_length=1)
+    """Text after each step, with which the process model was trained: `data.step_separator`. With kind = "process"."""
     source: str = Field(min_length=1)
     """Folder of the model, relative to the working directory, `hf:OWNER/NAME`, or `run:NAME` as in `model.source`."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -55,6 +61,11 @@ class RewardModelConfig(Table):
     @model_validator(mode="after")
     def _check_gpu(self) -> Self:
         check_gpu_type(self.gpu, self.device)
+        if self.kind == "score" and "steps" in self.model_fields_set:
+            raise ValueError(
+                f'steps = {self.steps!r} is for scores of steps, and kind = "score"; set kind = "process" with a '
+                f"process reward model, or remove it"
+            )
         return self
 
 

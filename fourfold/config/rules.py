@@ -147,6 +147,12 @@ def _check_agents(config: Config) -> None:
             f'agents.source = "{agents.source}" and algorithm.advantage.kind = "{config.algorithm.advantage.kind}" '
             f"exclude each other: agents make no greedy attempt; choose another advantage"
         )
+    process = next((t.name for t in config.reward if t.model is not None and t.model.kind == "process"), "")
+    if process and agents.source != "none" and agents.reward == "service":
+        raise ValueError(
+            f'reward {process}: model.kind = "process" scores the steps of one answer, and agents.source = '
+            f'"{agents.source}" has sessions of several; use a reward model of whole texts, or agents.source = "none"'
+        )
     _check_data(config)
 
 

@@ -1,7 +1,8 @@
 """Checks and describes the folder of a reward model, a sequence classifier with one label, without a tensor library.
 
-The folder is that of `save_pretrained` of a Hugging Face `...ForSequenceClassification`: config.json, tokenizer.json
-and safetensors files. `fourfold plan` and the reward service read it with the same rules.
+The folder is that of `save_pretrained` of a Hugging Face `...ForSequenceClassification`, or, for a process reward
+model, of a `...ForTokenClassification`: config.json, tokenizer.json and safetensors files. `fourfold plan` and the
+reward service read it with the same rules.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from fourfold.model.tokenizer import tokenizer_sha256
 
 _KEY: Final = "reward.model.source"
 _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_ENDING: Final = "ForSequenceClassification"
+CLASSIFIER: Final = "ForSequenceClassification"
+"""End of the class names of reward models."""
+STEP_CLASSIFIER: Final = "ForTokenClassification"
+"""End of the class names of process reward models."""
 # Names of the longest sequence in config.json, and in tokenizer_config.json (where "no limit" is 1e30).
 _POSITIONS: Final = ("max_position_embeddings", "n_positions")
 _NO_LIMIT: Final = 1 << 30
@@ -48,15 +52,16 @@ class ClassifierFolder:
     """Shapes of all tensors by name, from the headers of the safetensors files."""
 
     @classmethod
-    def read(cls, source: str) -> ClassifierFolder:
+    def read(cls, source: str, *, process: bool = False) -> ClassifierFolder:
         """Check a folder.
 
         Args:
             source: path of the folder, `hf:OWNER/NAME` or `run:NAME`, as `reward.model.source`.
+            process: whether it must be a process reward model, which scores steps.
 
         Raises:
             ConfigError: the folder or a file of it is missing, the weights are pickles only, the model has code of its
-                own, is no sequence classifier, or has more than one label.
+                own, is a classifier of another kind or none, or has more labels.
         """
         # The folder that an expected run begins with may be that of a language model.
         expected = runs.is_expected(source, _KEY)
@@ -79,10 +84,10 @@ class ClassifierFolder:
         shapes = {name: entry.shape for name, entry in tensor_entries(path).items()}
         folder = cls(path=path.resolve(), config=config, shapes=shapes)
         if not expected:
-            folder._check(source)
+            folder._check(source, process=process)
         return folder
 
-    def _check(self, source: str) -> None:
+    def _check(self, source: str, *, process: bool) -> None:
         if self.config.get("auto_map"):
             raise ConfigError(
                 f"{_KEY} = {source!r}: its config.json has auto_map: the model runs Python code of its folder, which "
@@ -90,12 +95,24 @@ class ClassifierFolder:
                 f"own (reward.target)"
             )
         names = self.config.get("architectures") or ["none"]
-        if not str(names[0]).endswith(_ENDING):
+        ending, other = (STEP_CLASSIFIER, CLASSIFIER) if process else (CLASSIFIER, STEP_CLASSIFIER)
+        if str(names[0]).endswith(other):
             raise ConfigError(
-                f"{_KEY} = {source!r} is a {names[0]}; it must be a ...{_ENDING} with one label: train one, or save it "
-                f"with AutoModel{_ENDING}"
+                f"{_KEY} = {source!r} is a {names[0]}, which scores {'the whole text' if process else 'steps'}, and "
+                f'reward.model.kind = "{"process" if process else "score"}"; set kind = '
+                f'"{"score" if process else "process"}", or use a ...{ending}'
             )
-        if (labels := self.labels) != 1:
+        if not str(names[0]).endswith(ending):
+            raise ConfigError(
+                f"{_KEY} = {source!r} is a {names[0]}; it must be a ...{ending} with one label: train one, or save it "
+                f"with AutoModel{ending}"
+            )
+        if process and self.labels > 2:
+            raise ConfigError(
+                f"{_KEY} = {source!r} has {self.labels} labels; a process reward model has one, whose number is the "
+                f"score, or the labels wrong and right"
+            )
+        if not process and (labels := self.labels) != 1:
             raise ConfigError(
                 f"{_KEY} = {source!r} has {labels} labels; it must have one, which is the score: use a reward model, "
                 f"or a function that makes a number of the labels"

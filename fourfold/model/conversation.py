@@ -12,7 +12,6 @@ as those that drop earlier reasoning, have no such prefixes. They need `turns = 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -417,7 +416,26 @@ def _unended(ids: Sequence[int], answer: RenderedAnswer, is_last: bool, tokenize
     )
 
 
-def steps_answer(prompt: RenderedAnswer, steps: Sequence[str]) -> RenderedAnswer:
-    """Return a sample of steps after a prompt, one span each. No end token is asked for: steps have labels."""
-    pieces = (*prompt.pieces, *(Piece(step, True) for step in steps))
-    return dataclasses.replace(prompt, pieces=pieces)
+def scored_steps(
+    prompt: str | Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    steps: Sequence[str],
+    separator: str,
+    tokenizer: Tokenizer,
+    *,
+    trusted: bool = False,
+) -> RenderedAnswer:
+    """Return the text whose steps a process reward model scores, one span each, for its training as for its use.
+
+    Each step has the separator after it, also the last one, and the score is read after the separator. No end token
+    follows. `trusted`: texts of special tokens in messages and steps become these tokens.
+
+    Raises:
+        ConfigError: `prompt` is a list of messages, and the model has no chat template.
+        InvalidInput: the template cannot render the messages.
+    """
+    plain = isinstance(prompt, str)
+    if not trusted:
+        prompt, tools, steps = (prompt if plain else tokenizer.escape(prompt)), *map(tokenizer.escape, (tools, steps))
+    start = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, tools=tools)
+    return RenderedAnswer(pieces=(Piece(start), *(Piece(step + separator, True) for step in steps)), plain=plain)

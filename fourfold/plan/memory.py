@@ -298,7 +298,7 @@ def _reward_model(table: RewardConfig, model: RewardModelConfig) -> MemoryRow:
 
     The sizes of a layer are unknown for some architectures; then its activations are left out.
     """
-    folder = ClassifierFolder.read(model.source)
+    folder = ClassifierFolder.read(model.source, process=model.kind == "process")
     width = BYTES_PER_WEIGHT[model.dtype]
     try:
         layer = layer_bytes_per_token(folder_shape(folder.path), width)

@@ -455,15 +455,20 @@ def _scorer(table: RewardConfig) -> str:
 
 
 def _reward_model(table: RewardConfig, model: RewardModelConfig) -> str:
-    folder = ClassifierFolder.read(model.source)
+    folder = ClassifierFolder.read(model.source, process=model.kind == "process")
     where = f"{model.gpus_per_replica} {model.gpu or 'GPU'}" if model.device == "cuda" else "CPU"
     each = " each" if model.device == "cuda" and table.replicas != 1 else ""
     longest = model.max_tokens or folder.longest
     limit = f"of at most {longest:,} tokens" if longest else "of any length"
+    steps = ""
+    if model.kind == "process":
+        steps = (
+            f" It scores each step, which ends with {model.steps!r}; scores of steps before the last are token rewards."
+        )
     return (
         f"{_services(table.replicas)} on {where}{each}: the reward model `{model.source}`, "
         f"{folder.parameter_count / 1e6:,.1f}M parameters in {model.dtype}. Texts {limit}; passes of "
-        f"{model.tokens_per_batch:,} tokens without padding."
+        f"{model.tokens_per_batch:,} tokens without padding.{steps}"
     )
 
 

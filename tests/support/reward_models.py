@@ -40,7 +40,15 @@ OTHERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def write_reward_model(
-    folder: Path, family: str, *, seed: int = 0, dtype: str = "float32", pad_token: bool = True, chat: bool = True
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    pad_token: bool = True,
+    chat: bool = True,
+    steps: bool = False,
+    labels: int = 2,
 ) -> Path:
     """Write a sequence classifier with one label and its tokenizer into `folder`; return it.
 
@@ -51,12 +59,14 @@ def write_reward_model(
         dtype: "bfloat16" or "float32".
         pad_token: whether config.json has a padding token.
         chat: whether the tokenizer has a chat template.
+        steps: whether it is a process reward model, a token classifier with some `labels`.
     """
     tokenizer = make_tokenizer()
     pad = {"pad_token_id": tokenizer.token_to_id("<|endoftext|>") if pad_token else None}
-    model = transformers.AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
-        _config(family, **pad), dtype=torch.float32
+    kind: Any = (
+        transformers.AutoModelForTokenClassification if steps else transformers.AutoModelForSequenceClassification
     )
+    model = kind.from_config(_config(family, labels if steps else 1, **pad), dtype=torch.float32)
     randomise(model, seed)
     model.to(getattr(torch, dtype))
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,11 +77,11 @@ def write_reward_model(
     return folder
 
 
-def _config(family: str, **more: Any) -> Any:
+def _config(family: str, labels: int, **more: Any) -> Any:
     if family in FAMILIES:
-        return tiny_config(family, num_labels=1, **more)
+        return tiny_config(family, num_labels=labels, **more)
     name, sizes = OTHERS[family]
-    return getattr(transformers, name)(**sizes, num_labels=1, **more)
+    return getattr(transformers, name)(**sizes, num_labels=labels, **more)
 
 
 def plain_scores(
@@ -84,6 +94,14 @@ def plain_scores(
     model.eval()
     with torch.inference_mode():
         return [float(model(input_ids=torch.tensor([list(ids)])).logits[0, 0].float()) for ids in token_ids]
+
+
+def plain_step_scores(folder: Path, token_ids: Sequence[int]) -> Any:
+    """Return the score after every token of a text, float32 [n]: the logit of one label, or the log-odds of two."""
+    model = transformers.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([list(token_ids)])).logits[0]
+    return (logits[:, -1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, 0]).numpy()
 
 
 def change_config(folder: Path, **changes: Any) -> None:

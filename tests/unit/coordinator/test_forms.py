@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -110,7 +111,8 @@ ROWS: Final[dict[str, tuple[Form, Reads, dict[str, Any], list[Any], float | None
     "llama-factory-kto": (Form.LABELLED, "labels", {"messages": CHAT, "kto_tag": False}, [(CHAT, 1)], 0.0),
     "trl-stepwise": (
         Form.STEPS, "steps", {"prompt": "q", "completions": ["1", "2"], "labels": [True, False]},
-        [Steps(prompt=Chat(messages=[user("q")]), steps=["1\n\n", "2\n\n"], labels=[1.0, 0.0])], None,
+        [Steps(prompt=Chat(messages=[user("q")]), steps=["1", "2"], labels=[1.0, 0.0], separator="\n\n")],
+        None,
     ),
 }  # fmt: skip
 
@@ -126,7 +128,7 @@ def as_side(expected: Any, tools: Any = ()) -> Any:
 def plain_lists(side: Any) -> Any:
     """Return a side whose empty tools are a list."""
     if isinstance(side, Steps) and isinstance(side.prompt, Chat):
-        return Steps(prompt=plain_lists(side.prompt), steps=side.steps, labels=side.labels)
+        return replace(side, prompt=plain_lists(side.prompt))
     return (
         Chat(messages=side.messages, answers_from=side.answers_from, tools=list(side.tools))
         if isinstance(side, Chat)
@@ -146,7 +148,7 @@ def test_form_is_recognised_and_read(name: str) -> None:
 def test_math_shepherd_needs_its_marker() -> None:
     fields = RowFields(step_marker="\u043a\u0438")
     row = {"input": "q 1 \u043a\u0438\n2 \u043a\u0438", "label": "q 1 +\n2 -", "task": "x"}
-    expected = Steps(prompt="", steps=["q 1 \u043a\u0438", "\n2 \u043a\u0438"], labels=[1.0, 0.0])
+    expected = Steps(prompt="", steps=["q 1 ", "\n2 "], labels=[1.0, 0.0], separator="\u043a\u0438")
     assert recognise([row], fields, "steps") == Form.STEPS_IN_TEXT
     assert read(row, fields, Form.STEPS_IN_TEXT).sides == (expected,)
     assert read(row | {"label": ["+", "-"]}, fields, Form.STEPS_IN_TEXT).sides == (expected,)

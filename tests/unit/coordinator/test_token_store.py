@@ -206,6 +206,12 @@ def test_labels_of_steps_stand_at_their_last_tokens(prepare: Prepare, tokenizer:
     at = np.flatnonzero(sample.loss_mask)
     assert sample.labels[at].tolist() == [0.25, 1.0] and np.count_nonzero(sample.labels) == 2
     assert tokenizer.decode(sample.token_ids[: at[0] + 1].tolist()).endswith("one\n\n")
+    other = [{"prompt": "q", "completions": ["zero", "two"], "labels": [0, 1]}, {**rows[0], "prompt": "r"}]
+    groups = prepare([*rows, *other], Form.STEPS).groups().tolist()
+    assert groups[0] == groups[1] != groups[2], "rows with the same prompt are held out together"
+    for label in (1.5, -0.25):
+        with pytest.raises(ConfigError, match=rf"row 0: the label of a step is {label}; it is true or false, or a num"):
+            prepare([{**rows[0], "labels": [label, True]}], Form.STEPS)
 
 
 def test_labels_of_answers_must_differ(prepare: Prepare) -> None:

@@ -342,7 +342,7 @@ class FakePasses:
     def split(self, lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         return PackedPasses.split(self, lengths, max_tokens=max_tokens)  # type: ignore[arg-type]
 
-    def start(self, token_ids: Sequence[Int32Array]) -> Callable[[], Float32Array]:
+    def start(self, token_ids: Sequence[Int32Array], ends: Sequence[object] = ()) -> Callable[[], Float32Array]:
         self.fail(token_ids)
         self.started.append([len(ids) for ids in token_ids])
 

@@ -16,7 +16,6 @@ from fourfold.errors import ConfigError, InvalidInput
 from fourfold.model.conversation import (
     EncodedAnswer,
     EncodingRule,
-    Piece,
     RenderedAnswer,
     Span,
     TemplateMismatch,
@@ -26,7 +25,7 @@ from fourfold.model.conversation import (
     render_answers,
     scored_chat,
     scored_plain,
-    steps_answer,
+    scored_steps,
 )
 from fourfold.model.tokenizer import Tokenizer
 
@@ -179,13 +178,9 @@ def _render(side: Side, rule: EncodingRule, tokenizer: Tokenizer) -> list[Render
         return [plain_answer(side.prompt, side.answer)]
     if isinstance(side, Tokens):
         return []
-    if isinstance(side.prompt, str):
-        return [steps_answer(plain_answer(side.prompt, ""), side.steps)]
-    messages, tools, steps = side.prompt.messages, side.prompt.tools, side.steps
-    if not rule.trust_special_tokens:
-        messages, tools, steps = (tokenizer.escape(value) for value in (messages, tools, steps))
-    prompt = RenderedAnswer(pieces=(Piece(tokenizer.render_chat(messages, tools=tools)),))
-    return [steps_answer(prompt, steps)]
+    prompt, tools = (side.prompt, ()) if isinstance(side.prompt, str) else (side.prompt.messages, side.prompt.tools)
+    trusted = rule.trust_special_tokens or not prompt  # a text that has its prompt in it is rendered already
+    return [scored_steps(prompt, tools, side.steps, side.separator, tokenizer, trusted=trusted)]
 
 
 def _render_scored(side: Side, rule: EncodingRule, tokenizer: Tokenizer) -> list[RenderedAnswer]:
@@ -291,6 +286,9 @@ def _fit(sample: _Sample, settings: EncodingSettings) -> Sequence[_Sample]:
 
 def _prompt(side: Side, sample: _Sample, *, scored: bool) -> bytes:
     """Return what rows with the same prompt have in common; empty for a row without a prompt."""
+    if isinstance(side, Steps):
+        asked = side.prompt if isinstance(side.prompt, str) else [side.prompt.messages, side.prompt.tools]
+        return json.dumps(asked, sort_keys=True).encode() if asked else b""
     if not scored:
         prompt = sample.spans[0][0]
         return sample.ids[:prompt].tobytes() if prompt > 1 else b""

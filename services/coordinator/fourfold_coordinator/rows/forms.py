@@ -73,7 +73,7 @@ def recognise(rows: Sequence[Row], fields: RowFields, reads: Reads | None = None
     needs = {
         "pairs": "`chosen` and `rejected` (data.chosen_field, data.rejected_field)",
         "labels": "`label` (data.label_field) beside `messages`, or beside `prompt` and `completion`",
-        "steps": "`prompt`, `completions` and `labels`",
+        "steps": "`prompt`, `completions` and `labels`, or a text with marks in it and `label` (data.step_marker)",
     }.get(reads or "", "`messages` (data.messages_field), or `prompt` and `completion` (data.prompt_field and "
           "data.answer_field), or `text`")  # fmt: skip
     what = f"the loss reads {reads}, and these" if reads else "these"
@@ -450,14 +450,16 @@ def _steps(row: Row, fields: RowFields) -> NormalRow:
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         counts = [len(value) if isinstance(value, list) else _show(value) for value in (steps, labels)]
         raise InvalidInput(f"{counts[0]} completions and {counts[1]} labels; each step has one label")
-    texts = [_text(step, "a step") + fields.step_separator for step in steps]
+    texts = [_text(step, "a step") for step in steps]
     values = [_number(label, "the label of a step") for label in labels]
+    if wrong := [value for value in values if not 0 <= value <= 1]:
+        raise InvalidInput(f"the label of a step is {wrong[0]:g}; it is true or false, or a number from 0 to 1")
     start: Chat | str
     if fields.chat:
         start = Chat(messages=_chat_of(prompt, row, fields), tools=_tools(row, fields))
     else:
         start = _text(prompt, "the prompt (with data.chat = false)")
-    return NormalRow(sides=(Steps(prompt=start, steps=texts, labels=values),))
+    return NormalRow(sides=(Steps(prompt=start, steps=texts, labels=values, separator=fields.step_separator),))
 
 
 def _steps_in_text(row: Row, fields: RowFields) -> NormalRow:
@@ -482,7 +484,7 @@ def _steps_in_text(row: Row, fields: RowFields) -> NormalRow:
     if not steps or len(labels) != len(steps):
         raise InvalidInput(f"{len(steps)} steps end with {fields.step_marker!r}, and there are {len(labels)} labels")
     values = [_flag(value, "the label of a step") for value in labels]
-    return NormalRow(sides=(Steps(prompt="", steps=[step + fields.step_marker for step in steps], labels=values),))
+    return NormalRow(sides=(Steps(prompt="", steps=steps, labels=values, separator=fields.step_marker),))
 
 
 def _text_row(row: Row, fields: RowFields) -> NormalRow:

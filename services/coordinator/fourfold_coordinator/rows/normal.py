@@ -93,8 +93,9 @@ class Steps:
     """An answer in steps with a label each."""
 
     prompt: Chat | str
-    steps: Sequence[str]  # each with the separator after it
-    labels: Sequence[float]
+    steps: Sequence[str]
+    labels: Sequence[float]  # each from 0 to 1
+    separator: str  # after each step
 
 
 Side = Chat | Plain | Tokens | Steps

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fourfold.config import Config, RewardConfig
 from fourfold.config.reward import RewardModelConfig
@@ -23,6 +23,7 @@ from fourfold.errors import ConfigError
 from fourfold.host.timing import Histogram
 from fourfold.install import install_command
 from fourfold.model.classifier import ClassifierFolder
+from fourfold.model.folder import resolve
 from fourfold.workers.queue import Call, Entry
 from fourfold_reward.backend import MAX_WAITING_SAMPLES, check_room
 from fourfold_reward.job import Job
@@ -55,6 +56,7 @@ class RewardModelBackend:
         table: RewardModelConfig,
         *,
         date: str = "",
+        policy: str = "",
         on_failure: Callable[[str], None] = _log_failure,
         max_waiting_samples: int = MAX_WAITING_SAMPLES,
     ) -> None:
@@ -63,6 +65,7 @@ class RewardModelBackend:
         Args:
             table: of the recipe.
             date: that its chat template writes, `data.date` of the recipe.
+            policy: `model.source` of the recipe, whose tokenizer a process reward model needs.
             on_failure: called on the event loop with a message when this process cannot score any more, such as after
                 an error that ends its use of the GPU. The service must then exit.
             max_waiting_samples: limit of the queue.
@@ -71,7 +74,7 @@ class RewardModelBackend:
         self.reads = Reads()
         self.pure = True
         self.seconds = Histogram()  # of the forward pass of each sample
-        self._table, self._date = table, date
+        self._table, self._date, self._policy = table, date, policy
         self._max_waiting = max_waiting_samples
         self._scorer = ""
         self._open_samples = self._open_bytes = 0  # of all calls
@@ -90,8 +93,8 @@ class RewardModelBackend:
         """Return the scorer of a table `[[reward]]` with `model`. Its folder must fit: ConfigError otherwise."""
         if table.model is None:
             raise ConfigError(f"reward {table.name!r} has no `model`; give the folder of a reward model")
-        ClassifierFolder.read(table.model.source)
-        return cls(table.model, date=config.data.date, on_failure=on_failure)
+        ClassifierFolder.read(table.model.source, process=table.model.kind == "process")
+        return cls(table.model, date=config.data.date, policy=config.model.source, on_failure=on_failure)
 
     @property
     def scorer(self) -> str:
@@ -166,6 +169,7 @@ class RewardModelBackend:
             from fourfold.model.tokenizer import Tokenizer
             from fourfold_reward.models.load import check_devices, load_passes
             from fourfold_reward.models.passes import PassThread
+            from fourfold_reward.models.steps import StepEncoder
             from fourfold_reward.models.texts import TextEncoder
 
             importlib.import_module("tokenizers")
@@ -176,25 +180,28 @@ class RewardModelBackend:
                 f"{install_command('fourfold-reward[models]')}"
             ) from None
         table = self._table
-        folder = ClassifierFolder.read(table.source)
+        process = table.kind == "process"
+        folder = ClassifierFolder.read(table.source, process=process)
         max_tokens = _max_tokens(folder, table)
         check_devices(table)
         tokenizer = Tokenizer.load(folder.path, date=self._date)
         with ThreadPoolExecutor(max_workers=1) as digests:
-            digest = digests.submit(folder.digest, table.dtype, str(table.chat), str(table.max_tokens))
+            decides = [table.dtype, str(table.chat), str(table.max_tokens), *([table.steps] if process else [])]
+            digest = digests.submit(folder.digest, *decides)
             passes, vocabulary_size = load_passes(folder, table)
             scorer = f"{folder.path.name}@{digest.result()}"
         chat = table.chat and tokenizer.has_chat_template
-        encoder = TextEncoder(
-            tokenizer,
-            chat=chat,
-            vocabulary_size=vocabulary_size,
-            max_tokens=max_tokens,
-        )
+        form: dict[str, Any] = {"chat": chat, "vocabulary_size": vocabulary_size, "max_tokens": max_tokens}
+        encoder: TextEncoder
+        if process:
+            policy = Tokenizer.load(resolve(self._policy))
+            encoder = StepEncoder(tokenizer, **form, separator=table.steps, policy=policy)
+        else:
+            encoder = TextEncoder(tokenizer, **form)
         thread = PassThread(
             passes, tokens_per_batch=table.tokens_per_batch, deliver=self._deliver_soon, on_failure=self._fail_soon
         )
-        return encoder, thread, scorer, Reads(messages=chat)
+        return encoder, thread, scorer, Reads(tokens=process, messages=chat)
 
     # -- the queue -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from torch import nn
 
 from fourfold.config.reward import RewardModelConfig
 from fourfold.errors import ConfigError
@@ -38,6 +39,10 @@ def load_passes(folder: ClassifierFolder, table: RewardModelConfig) -> tuple[Pas
         passes: Passes = PackedPasses(model, device=device)
         replaced = fused.fuse(model) if device.type == "cuda" else 0
     except CannotPack as error:
+        if table.kind == "process":
+            raise ConfigError(
+                f"{folder.path}: {error}; a process reward model is a decoder such as Qwen2ForTokenClassification"
+            ) from None
         _log.warning("texts are padded, because the model cannot pack them: %s", error)
         passes, replaced = PaddedPasses(model, device=device), 0
     _log.info("reward model loaded: passes=%s device=%s fused_modules=%d", passes.kind, device, replaced)
@@ -64,11 +69,15 @@ def check_devices(table: RewardModelConfig) -> None:
 def _load(folder: ClassifierFolder, table: RewardModelConfig) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     place = _device_map(table)
+    classes = {
+        "score": transformers.AutoModelForSequenceClassification,
+        "process": transformers.AutoModelForTokenClassification,
+    }
     try:
-        model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, report = classes[table.kind].from_pretrained(
             folder.path,
             dtype=_DTYPES[table.dtype],
-            num_labels=1,
+            num_labels=folder.labels,
             device_map=place,
             local_files_only=True,
             use_safetensors=True,
@@ -81,12 +90,14 @@ def _load(folder: ClassifierFolder, table: RewardModelConfig) -> Any:
             f"{table.dtype} do not fit on {table.gpus_per_replica} GPU; raise reward.model.gpus_per_replica"
         ) from None
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ConfigError(f"{folder.path}: cannot be read as a sequence classifier: {error}") from None
+        raise ConfigError(f"{folder.path}: cannot be read as a classifier: {error}") from None
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(
             f"{folder.path}: its files lack {missing[0]} and {len(missing) - 1} more tensors of a "
             f"{type(model).__name__}, which would be random; save the whole reward model with save_pretrained"
         )
+    if table.kind == "process":
+        _merge_labels(model)
     model.requires_grad_(False)
     model.eval()
     if place is None:
@@ -94,6 +105,19 @@ def _load(folder: ClassifierFolder, table: RewardModelConfig) -> Any:
     if table.gpus_per_replica > 1:
         _check_split(folder, model, table)
     return model
+
+
+def _merge_labels(model: Any) -> None:
+    """Replace a head of the labels wrong and right by their log-odds, the difference of the two."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.out_features != 2:
+        return
+    one = nn.Linear(head.in_features, 1, bias=head.bias is not None, device=head.weight.device, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in one.named_parameters():
+            wide = getattr(head, name).float()
+            parameter.copy_(wide[1:] - wide[:1])
+    model.score = one
 
 
 def _device_map(table: RewardModelConfig) -> Any:

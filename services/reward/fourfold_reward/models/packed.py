@@ -1,8 +1,9 @@
 """Scores packed batches: the texts of a pass lie one after another in one row, without padding.
 
 `PackedPasses` replaces the attention of a decoder by `fourfold.nn.attention`, as the trainer and the reference do, and
-calls its body. The head then reads one hidden state of each text. Before, the hidden states of a few short texts in one
-row are compared with those of the unchanged model; where they differ, the model goes to `padded.py`.
+calls its body. The head then reads one hidden state of each text, or that at the end of each of its steps. Before, the
+hidden states of a few short texts in one row are compared with those of the unchanged model; where they differ, the
+model goes to `padded.py`.
 
 Legend: s texts of a pass, t tokens of all of them, h hidden size.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold.arrays import Float32Array, Int32Array
+from fourfold.arrays import Float32Array, Int32Array, Int64Array
 from fourfold.nn import attention
 from fourfold.nn.batching import split_by_tokens
 from fourfold.nn.scores import scored_rows
@@ -38,8 +39,11 @@ class Passes(Protocol):
     def split(self, lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         """Divide texts of these lengths into passes of at most `max_tokens`; a longer text is alone in its pass."""
 
-    def start(self, token_ids: Sequence[Int32Array]) -> Callable[[], Float32Array]:
-        """Start the pass of some texts, int32 [n] each; return a function that waits for their scores, float32 [s]."""
+    def start(self, token_ids: Sequence[Int32Array], ends: Sequence[Int64Array] = ()) -> Callable[[], Float32Array]:
+        """Start the pass of some texts, int32 [n] each; return a function that waits for their scores, float32 [s].
+
+        `ends` has the tokens of each text after which a score is read, [k] in total: then the result is float32 [k].
+        """
 
 
 class CannotPack(Exception):
@@ -96,9 +100,13 @@ class PackedPasses:
     def split(self, lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
         return split_long(lengths, max_tokens, lambda fitting: split_by_tokens(fitting, max_tokens=max_tokens))
 
-    def start(self, token_ids: Sequence[Int32Array]) -> Callable[[], Float32Array]:
+    def start(self, token_ids: Sequence[Int32Array], ends: Sequence[Int64Array] = ()) -> Callable[[], Float32Array]:
         lengths, joined = np.array([len(ids) for ids in token_ids], np.int64), np.concatenate(token_ids)
-        rows = scored_rows(joined, lengths, self._pad_id)
+        if ends:
+            starts = np.cumsum(lengths) - lengths
+            rows = np.concatenate([start + places for start, places in zip(starts, ends, strict=True)])
+        else:
+            rows = scored_rows(joined, lengths, self._pad_id)
         with torch.inference_mode():
             hidden = self._hidden(joined, lengths)
             states = hidden.index_select(0, to_device(rows, hidden.device))
@@ -106,7 +114,7 @@ class PackedPasses:
         return start_copy(scores)
 
     def _score(self, states: Tensor) -> Tensor:
-        """Return float32 [s] from hidden states [s, h]. In bfloat16, the sum would lose small differences."""
+        """Return float32 [k] from hidden states [k, h]. In bfloat16, the sum would lose small differences."""
         weight, bias = self._head.weight, self._head.bias
         wide = [None if each is None else each.float() for each in (weight, bias)]
         assert wide[0] is not None
@@ -141,7 +149,7 @@ class PackedPasses:
             found = self._hidden(row, np.array(_PROBE_LENGTHS, np.int64)).float()
         expected = torch.cat(own)
         share = float((found - expected).norm(dim=1).max() / expected.norm(dim=1).mean())
-        allowed = max(_PROBE_SHARE_ULPS * torch.finfo(self._head.weight.dtype).eps, _PROBE_SHARE)
+        allowed = max(_PROBE_SHARE_ULPS * torch.finfo(self._body.dtype).eps, _PROBE_SHARE)
         if not share <= allowed:
             raise CannotPack(f"its packed hidden states differ by {share:.3g} of their norm")
 

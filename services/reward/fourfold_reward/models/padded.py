@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from fourfold.arrays import Float32Array, Int32Array
+from fourfold.arrays import Float32Array, Int32Array, Int64Array
 from fourfold.nn.sequence import to_device
 from fourfold_reward.models.packed import split_long, start_copy
 
@@ -45,7 +45,8 @@ class PaddedPasses:
             return [[index] for index in range(len(lengths))]
         return split_long(lengths, max_tokens, lambda fitting: _by_length(fitting, max_tokens))
 
-    def start(self, token_ids: Sequence[Int32Array]) -> Callable[[], Float32Array]:
+    def start(self, token_ids: Sequence[Int32Array], ends: Sequence[Int64Array] = ()) -> Callable[[], Float32Array]:
+        assert not ends, "a process reward model that cannot be packed is refused"
         width = max(map(len, token_ids))
         ids = np.full((len(token_ids), width), self._pad_id, np.int64)
         mask = np.zeros((len(token_ids), width), np.int64)

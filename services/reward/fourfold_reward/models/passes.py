@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,14 +23,15 @@ from fourfold.arrays import Float32Array, Int32Array
 from fourfold.nn.gpu_errors import is_fatal
 from fourfold.workers.queue import Entry
 from fourfold_reward.models.packed import Passes
+from fourfold_reward.models.steps import StepText
 from fourfold_reward.protocol import Outcome
 
 _log = logging.getLogger(__name__)
 # Many passes waste little on a last, partly filled one. Few keep the wait of a new sample short.
 _PASSES_PER_ROUND: Final = 8
 
-Text = Entry[Int32Array, Outcome]
-"""Token ids of a sample that waits for a pass."""
+Text = Entry[Int32Array | StepText, Outcome]
+"""Token ids of a sample that waits for a pass, with its steps if each has a score."""
 Delivered = Sequence[tuple[Text, Outcome]]
 
 
@@ -144,7 +145,9 @@ class PassThread:
         since = time.monotonic()
         self.running += len(batch)
         try:
-            finish = self._passes.start([entry.item for entry in batch])
+            items = [entry.item for entry in batch]
+            ids = [item.token_ids if isinstance(item, StepText) else item for item in items]
+            finish = self._passes.start(ids, [item.ends for item in items if isinstance(item, StepText)])
         except Exception as error:
             self._divide(batch, error)
             return None
@@ -180,8 +183,16 @@ class PassThread:
         seconds = time.monotonic() - running.since
         self.samples += len(running.entries)
         self.tokens += sum(len(entry.item) for entry in running.entries)
-        outcomes = [(entry, _scored(float(score))) for entry, score in zip(running.entries, scores, strict=True)]
-        self._deliver(outcomes, seconds)
+        self._deliver(list(zip(running.entries, _outcomes(running.entries, scores), strict=True)), seconds)
+
+
+def _outcomes(entries: Sequence[Text], scores: Float32Array) -> Iterator[Outcome]:
+    """Yield the outcome of each sample of a pass, which has one score, or one for each step."""
+    at = 0
+    for entry in entries:
+        steps = entry.item if isinstance(entry.item, StepText) else None
+        found = scores[at : (at := at + (1 if steps is None else len(steps.ends)))]
+        yield _scored(float(found[0])) if steps is None else steps.outcome(found)
 
 
 def _scored(score: float) -> Outcome:

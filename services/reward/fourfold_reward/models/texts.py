@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fourfold.arrays import Int32Array
 from fourfold.errors import InvalidInput
@@ -12,6 +12,9 @@ from fourfold.model.conversation import EncodedAnswer, RenderedAnswer, encode_ea
 from fourfold.model.tokenizer import Tokenizer
 from fourfold_reward.job import Job
 from fourfold_reward.protocol import Outcome
+
+if TYPE_CHECKING:
+    from fourfold_reward.models.steps import StepText
 
 _NO_TOKENS: Final = "prompt and completion are empty: there is no token to score"
 
@@ -32,24 +35,27 @@ class TextEncoder:
         self._vocabulary_size = vocabulary_size
         self._max_tokens = max_tokens
 
-    def encode(self, jobs: Sequence[Job]) -> list[Int32Array | Outcome]:
-        """Return the token ids of each job, or the error of one that cannot be scored."""
+    def encode(self, jobs: Sequence[Job]) -> Sequence[Int32Array | StepText | Outcome]:
+        """Return the tokens of each job, or the error of one that cannot be scored."""
         texts = [self._text(job) for job in jobs]
         encoded = encode_each([text for text in texts if not isinstance(text, Outcome)], self._tokenizer)
-        return [text if isinstance(text, Outcome) else self._checked(next(encoded)) for text in texts]
+        return [
+            text if isinstance(text, Outcome) else self._finished(job, next(encoded))
+            for job, text in zip(jobs, texts, strict=True)
+        ]
 
     def _text(self, job: Job) -> RenderedAnswer | Outcome:
         """Return the text of a job. A completion cannot make special tokens, with which it could end its message."""
-        completion = _valid(job.completion)
+        completion = valid_text(job.completion)
         if not self._chat or not job.messages_json:
-            return scored_plain(_valid(job.prompt), completion, self._tokenizer)
+            return scored_plain(valid_text(job.prompt), completion, self._tokenizer)
         try:
             answer = {"role": "assistant", "content": completion}
-            return scored_chat([*_messages(job.messages_json), answer], (), self._tokenizer)
+            return scored_chat([*parse_messages(job.messages_json), answer], (), self._tokenizer)
         except ValueError as error:  # InvalidInput is one
             return Outcome.error("BAD_TEXT", f"prompt_messages_json: {error}")
 
-    def _checked(self, encoded: EncodedAnswer | InvalidInput) -> Int32Array | Outcome:
+    def _finished(self, job: Job, encoded: EncodedAnswer | InvalidInput) -> Int32Array | StepText | Outcome:
         assert isinstance(encoded, EncodedAnswer), "no piece must end with an end token"
         if not len(ids := encoded.token_ids):
             return Outcome.error("BAD_TEXT", _NO_TOKENS)
@@ -68,12 +74,12 @@ class TextEncoder:
         return ids
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """Return the text without half characters, which no tokenizer reads and with which `Tokenizer.escape` marks."""
     return text.encode("utf-8", "replace").decode()
 
 
-def _messages(text: str) -> list[dict[str, Any]]:
+def parse_messages(text: str) -> list[dict[str, Any]]:
     """Parse the messages of a prompt. Raises InvalidInput: they are no list of objects, or not text."""
     try:
         messages = json.loads(text)

@@ -6,8 +6,9 @@ that were logged), `lag_change` (text: change of the policy lag limit after the 
 and `scorers` (scored samples by table [[reward]] and name@version). `scorers/NAME/mean`, `/std`, `/samples` and
 `/part/COMPONENT` are of the terms of the score, before their weights, `/cost_usd` of the whole run;
 `shadows/NAME/...` compares a shadow. With named sources of prompts, `data/SOURCE/reward` is the mean score of each, and
-`data/SOURCE/share` its share of the groups. `eval/NAME/score`, `/half_width`, `/pass_at_K` and `/maj_at_K` are of the
-held-out set NAME (docs/evaluation.md). The trainer sends its part in `TrainStepResponse.metrics` under the same names.
+`data/SOURCE/share` its share of the groups. `eval/NAME/score`, `/half_width`, `/loss` (of labelled steps), `/pass_at_K`
+and `/maj_at_K` are of the held-out set NAME (docs/evaluation.md). The trainer sends its part in
+`TrainStepResponse.metrics` under the same names.
 docs/reference/metrics.md defines the tokens that metrics of tokens cover. Only a loss of another distribution has
 metrics that are not in `METRICS`: it names its own.
 """
@@ -186,9 +187,10 @@ METRICS: Final[dict[str, str]] = {
     REWARD_MIN: "score units: lowest of these scores",
     REWARD_MAX: "score units: highest of these scores",
     SCORE_MEAN: "score units: mean score of the samples sent to the trainer, after the filter, before penalties; where "
-    "a reward model is trained, of the scores that it gave the samples of the updates",
+    "a reward model is trained, of the scores that it gave the samples, or steps, of the updates",
     SCORE_STD: "score units: standard deviation of the scores that a reward model gave the samples of the updates",
-    SCORE_ACCURACY: "share in [0, 1]: pairs of the updates whose preferred answer got the greater score",
+    SCORE_ACCURACY: "share in [0, 1]: pairs of the updates whose preferred answer got the greater score; of labelled "
+    "steps, those whose score is above 0 where the label is above 0.5, and not above 0 elsewhere",
     ABSTAIN_COUNT: "samples: number on which the scorer abstained",
     USEFUL_GROUPS: "share in [0, 1]: groups whose scores, with rewards of turns, differ, of all before the filter",
     GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score, before the filter",

@@ -26,6 +26,8 @@ ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "reward-model": {"loss": {"kind": "bradley-terry"}},
     "openrlhf-rm": {"loss": {"kind": "bradley-terry"}},
     "trl-reward": {"loss": {"kind": "bradley-terry"}},
+    # A process reward model, from labelled steps. arXiv 2312.08935.
+    "process-reward": {"loss": {"kind": "step-labels"}},
     # Pairs, compared with the model that training begins with. arXiv 2305.18290; the twins have the same defaults.
     "dpo": {"loss": {"kind": "dpo"}},
     "openrlhf-dpo": {"loss": {"kind": "dpo"}},
@@ -77,6 +79,7 @@ _FIELDS_OF: Final[Mapping[str, Sequence[str]]] = {
     "trajectories": ("weight_field",),
     "pairs": ("chosen_field", "rejected_field"),
     "labels": ("label_field",),
+    "steps": ("label_field", "step_separator", "step_marker"),
 }
 _UNREAD_OF_DATA: Final = {
     "curriculum": "a row has no success rate",
@@ -96,7 +99,7 @@ class RowKeys(Table):
     `batch.rows_per_step`."""
     form: Literal[
         "auto", "tokens", "messages", "glaive", "completion", "alpaca", "text",
-        "pairs", "pairs-in-transcripts", "pairs-sharegpt", "labelled",
+        "pairs", "pairs-in-transcripts", "pairs-sharegpt", "labelled", "steps", "steps-in-text",
     ] = "auto"  # fmt: skip
     """Form of the rows. auto: recognised by their columns. With `batch.rows_per_step`."""
     loss_on: Literal["", "assistant", "completion", "last", "all"] = ""
@@ -126,7 +129,13 @@ class RowKeys(Table):
     """Column with the other answer of a pair. Empty: `rejected`."""
     label_field: str = ""
     """Column that says whether a labelled answer is desirable: true or false, or 1 or 0. Empty: `label` or
-    `kto_tag`."""
+    `kto_tag`. With `step_marker`, the column with the labels of the steps."""
+    step_separator: str = ""
+    """Text that is put after each labelled step, and after which the step has its score: `reward.model.steps` where the
+    model is served. Empty: a blank line."""
+    step_marker: str = ""
+    """Text that ends each step in a text of several; its labels are in `label_field`, as a list, or as the same text
+    with + or - in place of each mark."""
     weight_field: str = ""
     """Column with the weight of a row in the loss. Empty: each weighs 1."""
     cache: str = ""
@@ -195,7 +204,8 @@ def _check_step(config: Config) -> None:
 
 def _check_scores(config: Config) -> None:
     """Refuse keys of [data] that give a reward model other texts than those that it scores when it is used."""
-    for key in ("loss_on", "turns", "end", "trust_special_tokens"):
+    trust = () if config.algorithm.loss.reads == "steps" else ("trust_special_tokens",)  # a mark may be such a token
+    for key in ("loss_on", "turns", "end", *trust):
         if (value := getattr(config.data, key)) != RowKeys.model_fields[key].get_default():
             raise ValueError(
                 f"data.{key} = {value!r} has no effect on algorithm.loss.kind = `{config.algorithm.loss.kind}`: a "
@@ -251,11 +261,13 @@ def _check_unread(config: Config) -> None:
                     f"(batch.rows_per_step): {reason}; remove it"
                 )
     loss = config.algorithm.loss
-    for reads, names in _FIELDS_OF.items():
-        if reads != loss.reads and (given := next((name for name in names if getattr(config.data, name)), None)):
-            read = {"trajectories": "answers", "labels": "labelled answers"}.get(loss.reads, loss.reads)
+    for names in _FIELDS_OF.values():
+        unread_fields = [name for name in names if name not in _FIELDS_OF[loss.reads]]
+        if given := next((name for name in unread_fields if getattr(config.data, name)), None):
+            read = {"trajectories": "answers", "labels": "labelled answers", "steps": "labelled steps"}
             raise ValueError(
-                f"`data.{given}` has no effect in this run: algorithm.loss.kind = `{loss.kind}` reads {read}; remove it"
+                f"`data.{given}` has no effect in this run: algorithm.loss.kind = `{loss.kind}` reads "
+                f"{read.get(loss.reads, loss.reads)}; remove it"
             )
 
 
@@ -278,9 +290,9 @@ def check_no_rows(config: Config) -> None:
             f'algorithm.preset = "{config.algorithm.preset}" trains on the answers of the data; set '
             f"batch.rows_per_step in place of prompts_per_step and group_size"
         )
-    if config.algorithm.loss.trains == "scores":
+    if (loss := config.algorithm.loss).trains == "scores":
         raise ValueError(
-            f"algorithm.loss.kind = `{config.algorithm.loss.kind}` trains a reward model on pairs of the data; set "
+            f"algorithm.loss.kind = `{loss.kind}` trains a reward model on {loss.reads} of the data; set "
             f"batch.rows_per_step in place of prompts_per_step and group_size"
         )
     for key, field in RowKeys.model_fields.items():

@@ -68,8 +68,8 @@ def algorithm_plan(config: Config) -> list[str]:
 
 def _units(algorithm: AlgorithmConfig) -> str:
     """Describe the loss of whole answers and its reduction to one number."""
-    unit = "pair" if algorithm.loss.reads == "pairs" else "answer"
-    text = f"loss of {'a pair' if unit == 'pair' else 'an answer'}: {_formula(algorithm.loss)}; r is its label. "
+    unit = {"pairs": "pair", "steps": "labelled step"}.get(algorithm.loss.reads, "answer")
+    text = f"loss of {'an' if unit == 'answer' else 'a'} {unit}: {_formula(algorithm.loss)}; r is its label. "
     text += f"The loss of a step is the mean over its {unit}s"
     if algorithm.sft_coef:
         text += f", + {factor(algorithm.sft_coef)}the mean of -p over the tokens of the preferred answers"
@@ -84,9 +84,10 @@ def _formula(definition: Definition) -> str:
 def _legend(config: Config) -> str:
     """Define the log-probabilities of the formulas, or the scores."""
     if config.algorithm.loss.trains == "scores":
+        scored = "a step, after its separator" if config.algorithm.loss.reads == "steps" else "a text"
         return (
             f"model: {config.model.source} with a head of one number in place of its output embedding; it begins with "
-            f"the head of a reward model's folder, or at 0. Its score h is that of the last token of a text."
+            f"the head of a reward model's folder, or at 0. Its score h is that of the last token of {scored}."
         )
     names = ["o before the step"] if config.algorithm.loss.compares_with_old else []
     if config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag:

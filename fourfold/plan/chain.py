@@ -67,6 +67,12 @@ def check_order(links: Sequence[Link]) -> None:
                 raise ConfigError(f"{what}: {links[made].file} makes a reward model; name a run of a language model")
             if key.startswith("reward.") and not scores:
                 raise ConfigError(f"{what}: {links[made].file} makes a language model; name a run of a reward model")
+            if key.startswith("reward."):
+                kind = "process" if links[made].config.algorithm.loss.reads == "steps" else "score"
+                models = (table.model for table in link.config.reward if table.model is not None)
+                if any(model.source == source and model.kind != kind for model in models):
+                    of_kind = "a process reward model" if kind == "process" else "a reward model of whole texts"
+                    raise ConfigError(f'{what}: {links[made].file} makes {of_kind}; set kind = "{kind}" beside it')
 
 
 def run_sources(config: Config) -> dict[str, str]:

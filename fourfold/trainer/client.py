@@ -287,16 +287,38 @@ class AsyncTrainerClient(AsyncClient):
 
         Raises InvalidInput: the recipe trains none.
         """
-        left, found = self._countdown(timeout), list[float]()
+        rows = await self._values(samples, [1] * len(samples), timeout)
+        return [float(row[0]) for row in rows]
+
+    async def compute_step_scores(
+        self, samples: Sequence[Sample], *, timeout: float | None = None
+    ) -> list[Float32Array]:
+        """Return the score after every token, from the process reward model that the recipe trains.
+
+        Returns:
+            float32 [n] per sample, in order; the first value of each is NaN, the others are finite.
+
+        Raises:
+            InvalidInput: the recipe trains none.
+        """
+        return await self._values(samples, [len(sample.token_ids) for sample in samples], timeout)
+
+    async def _values(
+        self, samples: Sequence[Sample], counts: Sequence[int], timeout: float | None
+    ) -> list[Float32Array]:
+        """Return the values of each sample, float32, of which `counts` has the number; of several the first is NaN."""
+        left, found = self._countdown(timeout), list[Float32Array]()
         for part in chunks(from_samples(samples), _FORWARD_BYTES):
             request = pb.ComputeLogprobsRequest(experiences=part, include_values=True)
             answer = await self._call(self._stub.ComputeLogprobs, request, left())
-            check = self._check(answer)
-            right = len(answer.values) == len(part) and all(len(row) == 4 for row in answer.values)
-            check.require(right, f"the answer has not one score for each of {len(part)} samples", "WRONG_COUNT")
-            scores = np.concatenate([read_floats(row) for row in answer.values])
-            check.require(bool(np.isfinite(scores).all()), "a score is not finite", "NOT_FINITE")
-            found += scores.tolist()
+            check, sizes = self._check(answer), [4 * n for n in counts[len(found) : len(found) + len(part)]]
+            right = list(map(len, answer.values)) == sizes
+            each = "one score" if set(sizes) == {4} else "a score after each token"
+            check.require(right, f"the answer has not {each} for each of {len(part)} samples", "WRONG_COUNT")
+            rows = [read_floats(row) for row in answer.values]
+            finite = all(np.isfinite(row[len(row) > 1 :]).all() for row in rows)
+            check.require(finite, "a score is not finite", "NOT_FINITE")
+            found += rows
         return found
 
     async def reference_logprobs(
@@ -411,6 +433,7 @@ class TrainerClient(SyncClient[AsyncTrainerClient]):
     discard_gradient = blocking(AsyncTrainerClient.discard_gradient)
     compute_logprobs = blocking(AsyncTrainerClient.compute_logprobs)
     compute_scores = blocking(AsyncTrainerClient.compute_scores)
+    compute_step_scores = blocking(AsyncTrainerClient.compute_step_scores)
     reference_logprobs = blocking(AsyncTrainerClient.reference_logprobs)
     save_checkpoint = blocking(AsyncTrainerClient.save_checkpoint)
     load_checkpoint = blocking(AsyncTrainerClient.load_checkpoint)

@@ -61,8 +61,9 @@ def transformers_scores(model: Any, samples: Sequence[Sample], pad: int, *, side
     return scores
 
 
-def load(folder: str) -> Any:
-    return transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32").eval()
+def load(folder: str, *, steps: bool = False) -> Any:
+    kind = transformers.AutoModelForTokenClassification if steps else transformers.AutoModelForSequenceClassification
+    return kind.from_pretrained(folder, dtype="float32").eval()
 
 
 async def test_scores_are_those_of_transformers_and_of_the_reward_service(
@@ -108,6 +109,71 @@ async def test_scores_are_those_of_transformers_and_of_the_reward_service(
         await channel.close()
     finally:
         trainer.end()
+
+
+def step_rows(step: int) -> list[Sample]:
+    """Return six answers of one to six steps with soft labels."""
+    found = []
+    for i, (length, every) in enumerate([(9, 2), (12, 2), (4, 4), (7, 3), (20, 5), (3, 1)]):
+        made = sample(f"{step}-{i}", group=str(i), score=1.0, completion=length, seed=step, vocabulary=VOCABULARY)
+        ends = made.loss_mask & (np.cumsum(made.loss_mask) % every == 0)
+        labels = (np.random.default_rng(step + i).random(len(ends)) * ends).astype(np.float32)
+        rows = replace(made, loss_mask=ends, token_rewards=labels)
+        found.append(replace(rows, behavior_logprobs=EMPTY_FLOATS, version_spans=()))
+    return found
+
+
+async def test_scores_of_steps_are_those_of_transformers_and_of_the_reward_service(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    llama = tiny_model("llama", 0, "float32")
+    tables = '[algorithm]\npreset = "process-reward"'
+    trainer = Service(
+        llama, tmp_path, ranks=2, dtype="float32", timeout=120, samples="rows_per_step = 6", tables=tables
+    )
+    try:
+        channel = open_channel(trainer.wait_ready(), None)
+        client = AsyncTrainerClient(channel, peer="trainer-0")
+        for step in (1, 2):
+            answer = await client.train_step(step, [encode(s) for s in step_rows(step)], timeout=100)
+            found = dict(answer.metrics)
+            if step == 1:
+                assert found[m.POLICY_LOSS] == pytest.approx(math.log(2)), "the head begins at 0"
+                first = load(await client.export_model("first", timeout=60), steps=True)
+            else:
+                check_labelled_step(first, step_rows(2), found)
+        seen = step_rows(9)
+        scores = await client.compute_step_scores(seen, timeout=60)
+        folder = Path(await client.export_model("model", timeout=60))
+        await channel.close()
+    finally:
+        trainer.end()
+    assert ClassifierFolder.read(str(folder), process=True).labels == 1
+    model, same = load(str(folder), steps=True), np.testing.assert_allclose
+    ends = [np.flatnonzero(one.loss_mask) for one in seen]
+    served = PackedPasses(model, device=torch.device("cpu")).start([s.token_ids for s in seen], ends)()
+    same(served, np.concatenate([row[at] for row, at in zip(scores, ends, strict=True)]), atol=1e-5)
+    plain = load(str(folder), steps=True)
+    for one, row in zip(seen, scores, strict=True):
+        with torch.no_grad():
+            logits = plain(input_ids=torch.from_numpy(one.token_ids).long()[None]).logits[0, :, 0]
+        assert np.isnan(row[0]) and np.ptp(row[1:]) > 1e-4
+        same(logits.numpy()[1:], row[1:], atol=1e-5)
+
+
+def check_labelled_step(model: Any, samples: Sequence[Sample], found: dict[str, float]) -> None:
+    """Compare a step with the loss and the gradient of plain transformers, one answer after the other."""
+    model.zero_grad()
+    count, parts = sum(int(s.loss_mask.sum()) for s in samples), []
+    for one in samples:
+        logits = model(input_ids=torch.from_numpy(one.token_ids).long()[None]).logits[0, :, 0]
+        scores, labels = logits[torch.from_numpy(one.loss_mask)], torch.from_numpy(one.token_rewards[one.loss_mask])
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum") / count
+        loss.backward()  # type: ignore[no-untyped-call]
+        parts.append(float(loss.detach()))
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert found[m.POLICY_LOSS] == pytest.approx(sum(parts), abs=1e-6)
+    assert found[m.GRAD_NORM] == pytest.approx(float(norm), rel=1e-4)
 
 
 def check_step(model: Any, samples: Sequence[Sample], pad: int, found: dict[str, float]) -> None:

@@ -21,6 +21,7 @@ from fourfold.algorithm.losses.reference_free import OrpoLoss as OrpoLoss
 from fourfold.algorithm.losses.reference_free import SimpoLoss as SimpoLoss
 from fourfold.algorithm.losses.reinforce import ReinforceLoss as ReinforceLoss
 from fourfold.algorithm.losses.sapo import SapoLoss as SapoLoss
+from fourfold.algorithm.losses.step_labels import StepLabelsLoss as StepLabelsLoss
 from fourfold.algorithm.losses.units import SampleInputs as SampleInputs
 from fourfold.algorithm.losses.units import SampleLoss as SampleLoss
 from fourfold.algorithm.losses.units import UnitLoss as UnitLoss

@@ -32,7 +32,7 @@ from fourfold.text import is_metric_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-Reads = Literal["trajectories", "pairs", "labels"]
+Reads = Literal["trajectories", "pairs", "labels", "steps"]
 Trained = Literal["policy", "scores"]
 
 
@@ -77,7 +77,8 @@ class Loss(Definition):
     """A loss of the model that is trained: of tokens (`PolicyLoss`) or of whole answers (`SampleLoss`)."""
 
     reads: ClassVar[Reads] = "trajectories"
-    """Units of the loss, which stay in one micro-batch: trajectories, pairs of them, or trajectories with a label."""
+    """Units of the loss: trajectories, pairs of them, trajectories with a label, or labelled steps. The samples of a
+    trajectory, and those of a pair, stay in one micro-batch."""
     trains: ClassVar[Trained] = "policy"
     """Model whose outputs the loss reads: the policy's log-probabilities, or the scores of a reward model's head."""
     needs_reference: ClassVar[bool] = False

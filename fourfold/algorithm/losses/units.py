@@ -1,11 +1,11 @@
 """Defines losses of whole answers: their inputs, their results, and the base of their classes.
 
     s         samples of a micro-batch: answers with all their loss tokens
-    u         units: pairs of samples, or single samples
+    u         units: pairs of samples, or single samples; of labelled steps, each step is a sample of its own
     sums      [s]  sum of the current log-probabilities p over the loss tokens, or the score of a reward model's head;
                    the only column with a gradient
     counts    [s]  n: loss tokens
-    labels    [s]  score of the sample: the preferred sample of a pair has the greater one
+    labels    [s]  score of the sample: the preferred sample of a pair has the greater one; or the label of a step
     x         [s]  sums less those of the reference
 
 A trained step minimises the mean of the loss over all units of the optimizer step, and `algorithm.sft_coef` times the

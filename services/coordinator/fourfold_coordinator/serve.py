@@ -91,7 +91,7 @@ from .tasks.servicer import ExperienceServicer, TaskSource
 from .tasks.task_queue import TaskQueue
 from .training.context import RunContext
 from .training.evaluation.evaluator import Evaluator
-from .training.evaluation.row_evaluator import RowEvaluator
+from .training.evaluation.row_evaluator import RowEvaluator, Scored
 from .training.evaluation.standalone import StandaloneEvaluation
 from .training.live_recipe import LiveRecipe
 from .training.loop import TrainingLoop
@@ -356,8 +356,9 @@ class Coordinator:
         if rows is None:
             return TrainingLoop(context, GroupProducer(context), recipe, history, self._evaluator(context))
         timeout = self._config.trainer.step_timeout_seconds
-        of_scores = self._config.algorithm.loss.trains == "scores"
-        evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout, of_scores=of_scores)
+        loss = self._config.algorithm.loss
+        scored: Scored = "" if loss.trains == "policy" else "steps" if loss.reads == "steps" else "answers"
+        evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout, scored=scored)
         reference = PreparedReference(context, rows.train) if self._config.prepares_reference else None
         return TrainingLoop(context, RowFeed(rows.train, reference), recipe, history, evaluator)
 

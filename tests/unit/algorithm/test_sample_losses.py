@@ -20,6 +20,7 @@ from fourfold.algorithm.losses import (
     SampleInputs,
     SampleLoss,
     SimpoLoss,
+    StepLabelsLoss,
     UnitLoss,
 )
 from fourfold.algorithm.losses.reference_free import _log1mexp
@@ -98,7 +99,8 @@ CASES: Final[dict[str, tuple[SampleLoss, Formula]]] = {
     ),
 }
 every_pair_loss = pytest.mark.parametrize("name", CASES)
-EVERY: Final[dict[str, SampleLoss]] = {name: loss for name, (loss, _) in CASES.items()} | {"kto": KtoLoss()}
+OTHERS: Final[dict[str, SampleLoss]] = {"kto": KtoLoss(), "steps": StepLabelsLoss()}
+EVERY: Final = {name: loss for name, (loss, _) in CASES.items()} | OTHERS
 every_loss = pytest.mark.parametrize("loss", EVERY.values(), ids=EVERY)
 
 
@@ -153,6 +155,15 @@ def test_before_the_first_update_the_losses_with_a_reference_have_the_values_of_
     assert values["dpo"] == values["dpo, averages"] == near([math.log(2)] * 2)
     assert values["ipo"] == values["hinge"] == values["apo-zero"] == values["apo-down"] == near([1.0] * 2)
     assert KtoLoss().compute(inputs(column)).loss.tolist() == near([0.5] * 4)
+
+
+def test_the_loss_of_steps_is_binary_cross_entropy_with_soft_labels() -> None:
+    scores, labels = [-3.0, 0.5, 4.0, 0.0, -40.0], [1.0, 0.25, 0.0, 0.5, 1.0]
+    found = StepLabelsLoss().compute(SampleInputs(sums=f64(scores), counts=torch.ones(5).long(), labels=f64(labels)))
+    pairs = list(zip(scores, labels, strict=True))
+    wanted = [-(t * log_sigmoid(h) + (1 - t) * log_sigmoid(-h)) for h, t in pairs]
+    assert found.loss.tolist() == near(wanted)
+    assert found.means[m.SCORE_ACCURACY].tolist() == [0, 0, 0, 1, 0]
 
 
 # KTO

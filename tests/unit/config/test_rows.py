@@ -100,6 +100,15 @@ def test_a_reward_model_reads_the_text_that_it_scores_later(tmp_path: Path, assi
     assert f"data.{key} = " in found and "a reward model scores the whole text" in found
 
 
+def test_labelled_steps_have_keys_of_their_own(tmp_path: Path) -> None:
+    steps = ["algorithm.preset=process-reward", "data.step_separator= ", "data.label_field=good"]
+    found = load(tmp_path, *steps, "data.trust_special_tokens=true", "data.holdout={field='', groups=2}")
+    assert (found.algorithm.loss.reads, found.data.step_separator, found.samples_per_row) == ("steps", " ", 1)
+    text = refused(tmp_path, ["algorithm.preset=dpo", "data.step_separator=x"])
+    assert "`data.step_separator` has no effect in this run: algorithm.loss.kind = `dpo` reads pairs; remove" in text
+    assert "`step-labels` reads labelled steps; remove it" in refused(tmp_path, [*steps, "data.weight_field=w"])
+
+
 @pytest.mark.parametrize(
     ("preset", "assignment", "message"),
     [

@@ -61,10 +61,44 @@ async def test_a_pair_in_order_counts_1_and_one_of_equal_scores_half(
     session: Any = Session(tokenizer)
     held_out = HeldOutRows(name="holdout", stores=[store], units=np.arange(4))
     progress = list[tuple[int, int]]()
-    evaluator = RowEvaluator([held_out], session, timeout=5, of_scores=True)
+    evaluator = RowEvaluator([held_out], session, timeout=5, scored="answers")
     found = await evaluator.run(step=3, version=2, engine=None, on_progress=lambda *numbers: progress.append(numbers))
     assert found is not None and found.row.score == pytest.approx((1 + 0 + 0.5 + 1) / 4)
     assert found.row.measure == "accuracy" and found.row.answer_count == 4 and progress[-1] == (4, 4)
     assert sum(session.calls) == 8 and (len(session.calls) > 4) == (tokens == 50)
     interval = found.row.sets[0].interval
     assert interval is not None and interval[0] < 0.625 < interval[1]
+
+
+async def test_held_out_steps_have_an_accuracy_and_a_loss(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, SHAPES["qwen25"], {"eos_token": "<|im_end|>"})
+    rows = [
+        {"prompt": "a", "completions": ["one", "two", "three"], "labels": [1, 0.25, 0]},
+        {"prompt": "b", "completions": ["four"], "labels": [True]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = EncodingSettings(form=Form.STEPS, max_tokens=200)
+    source = DataSourceConfig(path=str(tmp_path / "rows.jsonl"))
+    store = prepare_store(source, settings, Tokenizer.load(tmp_path), tmp_path / "tokens")
+    scores = {0: [2.0, 0.5, -1.0], 1: [-3.0]}
+
+    class Trainer:
+        async def compute_step_scores(self, samples: Sequence[Sample], *, timeout: float) -> list[Any]:
+            found = [np.full(len(sample.token_ids), 9, np.float32) for sample in samples]
+            for i, sample in enumerate(samples):
+                found[i][sample.loss_mask] = scores[i]
+            return found
+
+    class Calls:
+        async def call(self, name: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
+            return await work(SimpleNamespace(trainer=Trainer()))
+
+    held_out = HeldOutRows(name="holdout", stores=[store], units=np.arange(2))
+    evaluator = RowEvaluator([held_out], Calls(), timeout=5, scored="steps")  # type: ignore[arg-type]
+    found = await evaluator.run(step=3, version=2, engine=None, on_progress=lambda *_: None)
+    assert found is not None and found.row.score == pytest.approx(2 / 4) and found.row.answer_count == 4
+    pairs = [(2.0, 1.0), (0.5, 0.25), (-1.0, 0.0), (-3.0, 1.0)]
+    right = [1 / (1 + np.exp(-h)) for h, _ in pairs]
+    wanted = -np.mean([t * np.log(s) + (1 - t) * np.log(1 - s) for s, (_, t) in zip(right, pairs, strict=True)])
+    assert found.row.sets[0].loss == pytest.approx(wanted, rel=1e-6)
+    assert found.row.sets[0].metrics()["loss"] == found.row.sets[0].loss

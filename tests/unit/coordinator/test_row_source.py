@@ -140,7 +140,7 @@ def test_samples_have_what_a_trainer_reads(store: Callable[..., TokenStore]) -> 
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, Form.PAIRS, {}, 1.0),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0}, Form.PAIRS, {}, 2.0**-100),
         ({"prompt": "q", "completion": "a", "label": False}, Form.LABELLED, {}, 0.0),
-        ({"prompt": "q", "completions": ["a"], "labels": [1]}, Form.STEPS, {}, None),
+        ({"prompt": "q", "completions": ["a"], "labels": [1]}, Form.STEPS, {}, 1.0),
     ],
 )
 def test_score_is_the_weight_the_margin_or_the_label(

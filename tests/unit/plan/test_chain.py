@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.algorithm.losses.bradley_terry import BradleyTerryLoss
+from fourfold.algorithm.losses import BradleyTerryLoss, SampleLoss, StepLabelsLoss
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
@@ -32,13 +32,13 @@ def make_link(root: Path, name: str, source: str = "base", **changes: Any) -> Li
     return Link(file=Path(f"{name}.toml"), config=config)
 
 
-def as_reward_model(link: Link) -> Link:
-    changed = {"algorithm": link.config.algorithm.model_copy(update={"loss": BradleyTerryLoss()})}
+def as_reward_model(link: Link, loss: SampleLoss | None = None) -> Link:
+    changed = {"algorithm": link.config.algorithm.model_copy(update={"loss": loss or BradleyTerryLoss()})}
     return Link(file=link.file, config=link.config.model_copy(update=changed))
 
 
-def with_reward(root: Path, source: str) -> Link:
-    return make_link(root, "ppo", "run:sft", reward={"function": "", "model": {"source": source}})
+def with_reward(root: Path, source: str, **more: str) -> Link:
+    return make_link(root, "ppo", "run:sft", reward={"function": "", "model": {"source": source, **more}})
 
 
 def test_a_recipe_comes_after_those_whose_runs_it_begins_with(tmp_path: Path) -> None:
@@ -46,6 +46,8 @@ def test_a_recipe_comes_after_those_whose_runs_it_begins_with(tmp_path: Path) ->
     rm = as_reward_model(make_link(tmp_path, "rm", "run:sft"))
     check_order([sft, rm, with_reward(tmp_path, "run:rm"), make_link(tmp_path, "last", "run:ppo@best")])
     check_order([with_reward(tmp_path, "run:elsewhere")])
+    prm = as_reward_model(make_link(tmp_path, "rm", "run:sft"), StepLabelsLoss())
+    check_order([sft, prm, with_reward(tmp_path, "run:rm", kind="process")])
     distill: dict[str, Any] = {"preset": "on-policy-distill"}
     student = make_link(tmp_path, "student", algorithm=distill, reference={"source": "run:rm"})
     for links, text in (
@@ -54,6 +56,8 @@ def test_a_recipe_comes_after_those_whose_runs_it_begins_with(tmp_path: Path) ->
         ([sft, rm, sft], 'sft.toml: name = "sft" is that of sft.toml, too'),
         ([rm, make_link(tmp_path, "ppo", "run:rm")], "model.source = 'run:rm': rm.toml makes a reward model"),
         ([sft, rm, student], "student.toml: reference.source = 'run:rm': rm.toml makes a reward model"),
+        ([sft, prm, with_reward(tmp_path, "run:rm")], 'makes a process reward model; set kind = "process" beside it'),
+        ([sft, rm, with_reward(tmp_path, "run:rm", kind="process")], 'reward model of whole texts; set kind = "score"'),
         ([sft, with_reward(tmp_path, "run:sft")], "reward.reward.model.source = 'run:sft': sft.toml makes a language"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -45,6 +45,7 @@ LOSSES: Final[dict[str, dict[str, Any]]] = {
     "orpo": {"loss": {"kind": "orpo"}, "sft_coef": 1.0},
     "kto": {"loss": {"kind": "kto", "undesirable_weight": 0.5}},
     "scores": {"loss": {"kind": "bradley-terry", "margin": True, "center_coef": 0.1}},
+    "steps": {"loss": {"kind": "step-labels"}},
     "all-pairs": {
         "loss": {"kind": "dpo", "beta": 0.3},
         "sft_coef": 0.5,
@@ -59,7 +60,7 @@ def recipe(name: str, *, ranks: int = 1, budget: int = 1000, **batch: int) -> Co
     config = make_recipe(
         batch={"group_size": 2, **batch},
         trainer={"ranks": ranks, "learning_rate": 0.5},
-        algorithm=LOSSES["dpo"] | {"filter": {"keep": "varied"}} if name == "scores" else algorithm,
+        algorithm=LOSSES["dpo"] | {"filter": {"keep": "varied"}} if name in ("scores", "steps") else algorithm,
     )
     # A recipe of engines trains no reward model, and its micro-batches hold two samples of its longest context. The
     # step does not read where its samples come from, and has smaller ones here.
@@ -98,10 +99,21 @@ def labelled() -> list[Sample]:
     return [*found, *(replace(one, reference_logprobs=o.reference_logprobs[: len(one.token_ids)]) for one, o in known)]
 
 
+def steps() -> list[Sample]:
+    """Answers of one to nine steps with soft labels, and one without a step."""
+    found = []
+    for index, (length, every) in enumerate([(9, 1), (12, 5), (4, 2), (7, 3), (20, 4), (3, 9)]):
+        one = answer(0, "abcdef"[index], 1.0, length)
+        ends = one.loss_mask & (np.cumsum(one.loss_mask) % every == 0)
+        labels = np.random.default_rng(index).random(len(ends), np.float32) * ends
+        found.append(replace(one, loss_mask=ends, token_rewards=labels.astype(np.float32)))
+    return found
+
+
 def samples(name: str) -> list[Sample]:
     if name == "scores":
         return pairs(segments=False)
-    return {"kto": labelled, "all-pairs": groups}.get(name, pairs)()
+    return {"kto": labelled, "all-pairs": groups, "steps": steps}.get(name, pairs)()
 
 
 def run(found: Sequence[Sample], config: Config) -> tuple[ToyEngine, StepResult]:
@@ -129,6 +141,11 @@ def truth(name: str, found: Sequence[Sample], config: Config, table: Tensor) -> 
         every = [[*pair] for unit in units for pair in itertools.combinations(unit, 2)]
         units = [[one, two] for one, two in every if abs(one[0] - two[0]) >= 0.5]
     units = [unit for unit in units if all(len(p) for _, p, _ in unit)]
+    if name == "steps":  # each step is a unit, by the last token of its own and its label
+        flat = [(s, at) for s in found for at in np.flatnonzero(s.loss_mask)]
+        labels = [float(s.token_rewards[at]) for s, at in flat]
+        ps = [rows[int(s.token_ids[at])][None] for s, at in flat]
+        units = [[(t, p, torch.zeros(1))] for t, p in zip(labels, ps, strict=True)]
     distances = [float((p.detach().float().double() - f).sum()) for g in groups.values() for s, p, f in g if s is None]
     loss: Any = config.algorithm.loss
     assert isinstance(loss, SampleLoss)

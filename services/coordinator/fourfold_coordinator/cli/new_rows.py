@@ -21,7 +21,7 @@ from ..rows.encode import EncodingSettings, encode_block, render_block
 from ..rows.forms import normalise, recognise
 from ..rows.normal import READS, Chat, Form, Plain, Reads, RowFields, default_loss_on
 
-_PROPOSED: Final[Mapping[Reads, str]] = {"answers": "sft", "pairs": "dpo", "labels": "kto"}
+_PROPOSED: Final[Mapping[Reads, str]] = {"answers": "sft", "pairs": "dpo", "labels": "kto", "steps": "process-reward"}
 _RATES: Final[Mapping[Reads, str]] = {"answers": "1e-5", "pairs": "1e-6", "labels": "1e-6"}
 _HELD_OUT_SHARE: Final = 0.05
 # Keys for templates that write earlier turns in another way, and for base models with another end token.

@@ -102,7 +102,7 @@ def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer
         max_tokens=config.model.max_context_tokens,
         too_long=data.too_long or ("split" if config.algorithm.preset == _SPLIT_PRESET else "drop"),
         bad_rows=data.bad_rows,
-        scored=config.algorithm.loss.trains == "scores",
+        scored=config.algorithm.loss.trains == "scores" and config.algorithm.loss.reads != "steps",
     )
     store = prepare_store(source, settings, tokenizer, cache_folder(config), keys=_keys(config))
     check_dropped(store.meta, data.max_dropped)
@@ -181,6 +181,8 @@ def _fields(config: Config, source: DataSourceConfig) -> RowFields:
         chosen_field=data.chosen_field or "chosen",
         rejected_field=data.rejected_field or "rejected",
         label_field=data.label_field or "label",
+        step_marker=data.step_marker,
+        step_separator=data.step_separator or "\n\n",
         several_turns=data.loss_on == "assistant",
         messages_field=data.messages_field,
         tools_field=data.tools_field,

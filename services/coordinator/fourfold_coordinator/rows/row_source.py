@@ -27,8 +27,9 @@ from ..data.prompts import MixtureOrder, PassOrder
 from .normal import READS, Reads
 from .store import StoredSample, TokenStore
 
-_DEFAULT_SCORE: dict[Reads, float | None] = {"answers": 1.0, "pairs": 1.0, "labels": None, "steps": None}
-"""Score of a row without a value of its own: weight 1; of the chosen answer of a pair, whose other one has 0."""
+_DEFAULT_SCORE: dict[Reads, float | None] = {"answers": 1.0, "pairs": 1.0, "labels": None, "steps": 1.0}
+"""Score of a row without a value of its own: weight 1, also of steps, whose labels are token rewards; of the chosen
+answer of a pair, whose other one has 0."""
 
 _LEAST_MARGIN: Final = 2.0**-100
 """Score of the chosen answer of a pair with a margin of 0: above that of the other one, and 0 in every sum."""

@@ -28,7 +28,8 @@ class Example:
 Interval = tuple[Finite, Finite]
 """Bounds of a 95 % interval, clustered by task group."""
 Measure = Literal["score", "loss", "accuracy"]
-"""What a score is: that of scorers; minus the loss in nats per token; the share of pairs in the order of the data."""
+"""What a score is: that of scorers; minus the loss in nats per token; the share of pairs in the order of the data, or
+of labelled steps on the side of their label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class SetResult:
     majority_at: tuple[AtK, ...]
     interval: Interval | None = None  # None also where an earlier release wrote it
     measure: Measure = "score"
+    loss: Finite | None = None  # mean over the labelled steps, in nats; None elsewhere
 
     @property
     def bounds(self) -> Interval | None:
@@ -64,8 +66,9 @@ class SetResult:
         return _bounds(self.score, self.half_width, self.interval)
 
     def metrics(self) -> dict[str, float]:
-        """Return score, half_width (if known), pass_at_K and maj_at_K."""
+        """Return score, half_width and loss (if known), pass_at_K and maj_at_K."""
         found = {"score": self.score} | ({} if self.half_width is None else {"half_width": self.half_width})
+        found |= {} if self.loss is None else {"loss": self.loss}
         found |= {f"pass_at_{each.k}": each.value for each in self.pass_at}
         return found | {f"maj_at_{each.k}": each.value for each in self.majority_at}
 

@@ -44,10 +44,11 @@ class TrainBatch:
     def of(cls, found: Iterable[Sample], algorithm: AlgorithmConfig) -> TrainBatch:
         """Order samples by trajectory, in the order of their first samples, and count their action tokens.
 
-        A loss of scores reads one number of each sample: its last token is then its only action token.
+        A loss of scores reads one number of each sample: its last token is then its only action token. With labelled
+        steps it reads one at the end of each, and these are the loss tokens.
         """
         samples = Samples.of(found)
-        if algorithm.loss.trains == "scores":
+        if algorithm.loss.trains == "scores" and algorithm.loss.reads != "steps":
             samples = samples.with_last_tokens("action_mask", "loss_mask")
         members = group_members(samples.trajectories)
         if algorithm.loss.reads != "trajectories":  # the samples of a group are neighbours, as those of a pair are read
@@ -178,6 +179,8 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
     _check_segments(columns, alike, most_tokens=budget if algorithm.needs_whole_trajectories else None)
     loss = algorithm.loss
     check_pairs(samples, config)
+    if loss.reads == "steps":
+        _check_steps(samples)
     if loss.measures_distance and all(sample.score is not None for sample in samples):
         raise InvalidInput(
             f"each of the {len(samples)} samples has a score; algorithm.loss.kind = `{loss.kind}` measures its "
@@ -246,6 +249,22 @@ def check_pairs(samples: Sequence[Sample], config: Config) -> None:
             raise InvalidInput(
                 f"{group} has {tokens} tokens, more than a micro-batch of {most_tokens}, in which a pair stays "
                 f"together: raise batch.tokens_per_micro_batch, or leave the pair out"
+            )
+
+
+def _check_steps(samples: Sequence[Sample]) -> None:
+    """Refuse samples without a label in [0, 1] at the end of each step, which are their loss tokens."""
+    for sample in samples:
+        ends = sample.loss_mask & sample.action_mask
+        if not len(sample.token_rewards):
+            raise InvalidInput(
+                f"sample {sample.sample_id} has no token_rewards; a loss of labelled steps reads the label of each "
+                f"step there, at its last token"
+            )
+        labels = sample.token_rewards[ends]
+        if len(wrong := labels[(labels < 0) | (labels > 1)]):
+            raise InvalidInput(
+                f"sample {sample.sample_id} has the label {wrong[0]:g} in token_rewards; that of a step is from 0 to 1"
             )
 
 

@@ -30,7 +30,8 @@ class Forward:
 def forward_all(engine: TrainerEngine, samples: Samples, config: Config, *, entropies: bool, values: bool) -> Forward:
     """Compute the log-probability of every token and, where asked for, entropies and values.
 
-    The values of a reward model are the scores of the samples, float32 [1] each, and it has no log-probabilities.
+    The values of a reward model are the scores of the samples, float32 [1] each, and it has no log-probabilities. Those
+    of a process reward model are the scores after every token.
 
     Raises:
         InvalidInput: values are asked for, but there is no critic; or others of a reward model.
@@ -64,8 +65,16 @@ def forward_all(engine: TrainerEngine, samples: Samples, config: Config, *, entr
 
 
 def score_all(engine: TrainerEngine, samples: Samples, config: Config) -> list[Float32Array]:
-    """Return the score of each sample, float32 [1], from the reward model that is trained."""
+    """Return the score of each sample, float32 [1], from the reward model that is trained.
+
+    A process reward model has a score after every token, float32 [n]; the first is NaN.
+    """
     last = samples.lengths - 1
+    if config.algorithm.loss.reads == "steps":
+        rows = compute_per_token(
+            engine.compute_logprobs, samples, lambda i: np.arange(1, last[i] + 1, dtype=np.int64), last, config
+        )
+        return [_after_nan(row) for row in rows]
     return compute_per_token(
         engine.compute_logprobs, samples, lambda i: last[i : i + 1], np.ones(len(last), np.int64), config
     )

@@ -1,8 +1,11 @@
 """Makes the micro-batches of a loss of whole answers, with weights that are known before the first pass.
 
 A unit is a pair of trajectories of one group, or a trajectory with a label. It stays in one micro-batch, and counts if
-each of its trajectories has a loss token. With `selection.kind = "all-pairs"`, a group has all pairs of its
-trajectories whose scores differ; they stay together, and each trajectory has one pass for all of its pairs.
+each of its trajectories has a loss token. Labelled steps are units, too: each has one loss token and weighs as much as
+every other one of the optimizer step, so that a trajectory may have any number of them.
+
+With `selection.kind = "all-pairs"`, a group has all pairs of its trajectories whose scores differ; they stay together,
+and each trajectory has one pass for all of its pairs.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class LossUnits:
         by_chosen: dict[int, list[int]] = {}
         for chosen, rejected in pairs if several else ():
             by_chosen.setdefault(chosen, []).append(rejected)
-        unit_weight = 1 / (len(pairs) if reads_pairs else len(self._trajectories(members)))
+        unit_weight = 1 / (len(pairs) if reads_pairs else self._unit_count(members))
         preferred = Counter(chosen for chosen, _ in pairs if self.config.algorithm.sft_coef)
         lengths = self.batch.total(self.batch.loss_lengths)
         tokens = sum(count * int(lengths[j]) for j, count in preferred.items())
@@ -92,6 +95,12 @@ class LossUnits:
         scores = self.batch.samples.values["score"]
         return [i for i in members if scores[i] is None and self.batch.loss_lengths[i]]
 
+    def _unit_count(self, members: Sequence[int]) -> int:
+        """Return the number of labelled steps, or of trajectories."""
+        if self.loss.reads == "steps":
+            return int(self.batch.loss_lengths[list(members)].sum())
+        return len(self._trajectories(members))
+
     def _trajectories(self, members: Sequence[int]) -> list[int]:
         return list(dict.fromkeys(self.batch.trajectory_of[list(members)].tolist()))
 
@@ -115,6 +124,8 @@ class LossUnits:
     ) -> UnitBatch:
         """Return a micro-batch; `by_chosen` has the other trajectories of all pairs, if a trajectory is in several."""
         # Per micro-batch, nothing here takes Python time for the other samples of the step.
+        if self.loss.reads == "steps":
+            return self._step_batch(members, unit_weight)
         numbers, scores = self.batch.trajectory_of[list(members)], self.batch.samples.values["score"]
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))  # of the trajectories, whose segments are neighbours
         counts: Int64Array = np.add.reduceat(self.batch.loss_lengths[list(members)], starts)
@@ -131,6 +142,20 @@ class LossUnits:
             nll_weights=np.array([nll_weights.get(j, 0.0) for j in numbers[starts].tolist()], np.float64),
             reference_logprobs=np.concatenate(reference) if reference else EMPTY_FLOATS,
             factors=tail_factors(counts, self.loss.tail_weight),
+        )
+
+    def _step_batch(self, members: Sequence[int], unit_weight: float) -> UnitBatch:
+        """Return a micro-batch of labelled steps, each of which is a sample of one loss token."""
+        labels = np.concatenate([self._aligned("token_rewards", i) for i in members]).astype(np.float64)
+        return UnitBatch(
+            tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
+            counts=np.ones(len(labels), np.int64),
+            labels=labels,
+            unit_weights=np.full(len(labels), unit_weight, np.float64),
+            pairs=np.empty(0, np.int64),
+            nll_weights=np.zeros(len(labels), np.float64),
+            reference_logprobs=EMPTY_FLOATS,
+            factors=EMPTY_FLOATS,
         )
 
     def _aligned(self, name: str, index: int) -> Float32Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any, Final
 import deepspeed
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GenericForTokenClassification
 
 from fourfold.config import Config
-from fourfold.errors import Unavailable
+from fourfold.errors import ConfigError, Unavailable
+from fourfold.model.classifier import CLASSIFIER, STEP_CLASSIFIER
 from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.scores import scored_rows
@@ -87,15 +90,19 @@ def export_model(
 def _classifier_settings(model: Any, source: Path) -> dict[str, Any]:
     """Return what config.json has in addition if the model has a head of values: that of a classifier with one label.
 
-    transformers reads its folder as a ...ForSequenceClassification. `critic.source` and `reward.model.source` take it.
+    transformers reads its folder as a ...ForSequenceClassification, or, if each step has a score, as a
+    ...ForTokenClassification. `critic.source` and `reward.model.source` take it.
     """
     if not hasattr(model, "score"):
         return {}
-    name = type(model).__name__.replace("ForCausalLM", "ForSequenceClassification")
+    of_steps = getattr(model, "scores_steps", False)
+    name = type(model).__name__.replace("ForCausalLM", STEP_CLASSIFIER if of_steps else CLASSIFIER)
     pad = model_export.pad_token_id(model.config.get_text_config(), source)
     labels = {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
     # vLLM passes the output of a classifier through a sigmoid unless it is a regression.
     settings = {"architectures": [name], **labels, "problem_type": "regression"}
+    if of_steps:  # the head has no bias; without this key transformers adds one
+        settings["token_classification_bias"] = False
     return settings | ({} if pad is None else {"pad_token_id": pad})
 
 
@@ -216,18 +223,36 @@ class DeepSpeedScorer(DeepSpeedPolicy):
     def _install(self, model: Any, config: Config) -> None:
         forward.install_values(model, forward.read_value_head(self._source_folder))
         self._pad_id = model_export.pad_token_id(model.config.get_text_config(), self._source_folder)
+        model.scores_steps = self._of_steps = config.algorithm.loss.reads == "steps"
+        if self._of_steps:
+            check_step_classifier(type(model), self._source_folder)
 
     def logprobs(
         self, batch: TokenBatch, *, entropy: bool = False, energy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the score of each sample, float32 [s], in place of log-probabilities; the batch asks for one of each.
 
-        It is read where transformers and the reward service read it: after the last token that fills up no batch.
+        It is read where transformers and the reward service read it: after the last token that fills up no batch. A
+        process reward model has one score after each token that the batch asks for, float32 [k].
         """
-        assert len(batch.rows) == len(batch.lengths), "a sample has one score"
-        rows = torch.from_numpy(scored_rows(batch.token_ids, batch.lengths, self._pad_id))
+        if self._of_steps:
+            rows = torch.from_numpy(batch.rows + 1)
+        else:
+            assert len(batch.rows) == len(batch.lengths), "a sample has one score"
+            rows = torch.from_numpy(scored_rows(batch.token_ids, batch.lengths, self._pad_id))
         result: Tensor = self._forward(**(forward.value_arguments(batch, self._device) | {"rows": rows}))
         return result, None
+
+
+def check_step_classifier(language_model: type[Any], folder: Path) -> None:
+    """Raise ConfigError if transformers has no token classifier with a head `score` for a language model's class."""
+    name = language_model.__name__.replace("ForCausalLM", STEP_CLASSIFIER)
+    found = getattr(sys.modules[language_model.__module__], name, None)
+    if found is None or not issubclass(found, GenericForTokenClassification):
+        raise ConfigError(
+            f"{folder}: transformers has no {name} with a head `score`, as which a process reward model is exported; "
+            f"use another architecture, such as LlamaForCausalLM or Qwen2ForCausalLM"
+        )
 
 
 class DeepSpeedCritic(DeepSpeedModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,11 +22,12 @@ from .estimators import clustered_interval
 
 log = logging.getLogger("fourfold.coordinator")
 
-_Measured: TypeAlias = tuple[list[float], list[str], float]
-"""A value for each row or pair, whose mean is the score of the set; the group of each; mean tokens of an answer."""
+_Measured: TypeAlias = tuple[list[float], list[str], float, float | None]
+"""A value for each row, pair or step, whose mean is the score of the set; the group of each; mean tokens of an answer;
+the mean loss of a step."""
 
-_LOSS: Final[Measure] = "loss"
-_ACCURACY: Final[Measure] = "accuracy"
+Scored: TypeAlias = Literal["", "answers", "steps"]
+"""What a reward model that is trained scores; empty: none is trained."""
 _CALL_TOKENS: Final = 1 << 20  # of 4 bytes: a call takes at most 8 MiB
 _NOT_FINITE: Final = "NOT_FINITE"  # reason of the client for log-probabilities that are not
 
@@ -35,15 +36,22 @@ class RowEvaluator:
     """A `PolicyEvaluator` without engines. The score of a set is minus its loss per token, so that higher is better.
 
     That of a reward model is its accuracy: the share of pairs whose preferred answer has the greater score. A pair of
-    equal scores counts half.
+    equal scores counts half. That of a process reward model is the share of steps whose score is above 0 where their
+    label is above 0.5, and not above 0 elsewhere; the loss is measured, too.
     """
 
     def __init__(
-        self, sets: Sequence[HeldOutRows], session: TrainerSession, *, timeout: float, of_scores: bool = False
+        self,
+        sets: Sequence[HeldOutRows],
+        session: TrainerSession,
+        *,
+        timeout: float,
+        scored: Scored = "",
     ) -> None:
-        """Evaluate `sets`; a call to the trainer may take `timeout` seconds. `of_scores`: it trains a reward model."""
+        """Evaluate `sets`; a call to the trainer may take `timeout` seconds. `scored`: what its reward model scores."""
         self._sets, self._session, self._timeout = tuple(sets), session, timeout
-        self._values, self._measure = (self._accuracy, _ACCURACY) if of_scores else (self._loss, _LOSS)
+        self._values = {"": self._loss, "answers": self._accuracy, "steps": self._step_accuracy}[scored]
+        self._measure: Measure = "accuracy" if scored else "loss"
 
     async def run(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
@@ -62,6 +70,7 @@ class RowEvaluator:
         score, interval = mean_of_sets(results)
         count = sum(result.answer_count for result in results)
         text = format_score(score, interval, count, measure=self._measure)
+        text += "".join(f" {each.name}_loss={each.loss:.4f}" for each in results if each.loss is not None)
         log.info("evaluation finished: step=%d held_out_%s=%s", step, self._measure, text)
         row = EvalRow(
             step=step,
@@ -76,7 +85,7 @@ class RowEvaluator:
 
     async def _evaluate(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> SetResult:
         began = time.monotonic()
-        values, clusters, tokens = await self._values(held_out, on_progress)
+        values, clusters, tokens, loss = await self._values(held_out, on_progress)
         _, interval = clustered_interval(values, clusters)
         return SetResult(
             name=held_out.name,
@@ -90,6 +99,7 @@ class RowEvaluator:
             pass_at=(),
             majority_at=(),
             measure=self._measure,
+            loss=loss,
         )
 
     async def _loss(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
@@ -104,7 +114,7 @@ class RowEvaluator:
         loss, mean_count = sum(sums) / sum(counts), sum(counts) / len(counts)
         # The loss is a ratio of two sums. These values have it as their mean, and its variance as theirs.
         values = [-loss - (total - loss * count) / mean_count for total, count in zip(sums, counts, strict=True)]
-        return values, clusters, mean_count
+        return values, clusters, mean_count, None
 
     async def _accuracy(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
         scores, lengths, clusters = list[float](), list[int](), list[str]()
@@ -115,7 +125,20 @@ class RowEvaluator:
             on_progress(len(scores) // 2)
         # The samples of a pair are neighbours, that of the preferred answer first.
         values = [float(1 + np.sign(one - two)) / 2 for one, two in zip(scores[0::2], scores[1::2], strict=True)]
-        return values, clusters[0::2], sum(lengths) / len(lengths)
+        return values, clusters[0::2], sum(lengths) / len(lengths), None
+
+    async def _step_accuracy(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
+        scores, labels, lengths, clusters = list[Float32Array](), list[Float32Array](), list[int](), list[str]()
+        for part in _parts(held_out):
+            for (sample, group), row in zip(part, await self._step_scores([s for s, _ in part]), strict=True):
+                scores.append(row[sample.loss_mask])
+                labels.append(sample.token_rewards[sample.loss_mask])
+                lengths.append(len(sample.token_ids))
+                clusters += [str(group)] * len(scores[-1])
+            on_progress(len(scores))
+        h, t = np.concatenate(scores).astype(np.float64), np.concatenate(labels).astype(np.float64)
+        loss = float((t * np.logaddexp(0, -h) + (1 - t) * np.logaddexp(0, h)).mean())  # that of `step-labels`
+        return ((h > 0) == (t > 0.5)).astype(float).tolist(), clusters, sum(lengths) / len(lengths), loss
 
     async def _logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
         async def compute(trainer: Replica) -> list[Float32Array]:
@@ -135,6 +158,12 @@ class RowEvaluator:
     async def _scores(self, samples: Sequence[Sample]) -> list[float]:
         timeout = self._timeout
         return await self._session.call("ComputeLogprobs", lambda r: r.trainer.compute_scores(samples, timeout=timeout))
+
+    async def _step_scores(self, samples: Sequence[Sample]) -> list[Float32Array]:
+        timeout = self._timeout
+        return await self._session.call(
+            "ComputeLogprobs", lambda r: r.trainer.compute_step_scores(samples, timeout=timeout)
+        )
 
 
 def _parts(held_out: HeldOutRows) -> Iterator[list[tuple[Sample, int]]]:

@@ -38,7 +38,7 @@ import psutil
 
 from fourfold.host.process_tree import descendants
 from tests.support.tiny_models import write_tiny_model
-from tests.support.tiny_run import logs_of, write_run
+from tests.support.tiny_run import ROWS_PER_STEP, logs_of, write_rows, write_run
 from tests.support.trainer_driver import REPOSITORY
 
 STEP_SECONDS: Final = 120.0  # an engine starts in 30 s on idle cores
@@ -78,36 +78,12 @@ memory_gib = 2
 [checkpoint]
 every_steps = 2
 """
-ROW_RECIPE: Final = """
-name = "tiny"
-seed = 5
-
-[model]
-source = "{model}"
-max_context_tokens = 64
-dtype = "float32"
-
-[data]
-passes = 2
-chat = false
-cache = "cache"
-train = {{ path = "rows.jsonl" }}
-
-[batch]
-rows_per_step = {rows}
-tokens_per_micro_batch = 128
-
-[algorithm]
-preset = "{preset}"
-
-[trainer]
+ROW_TABLES: Final = """
 ranks = 2
-learning_rate = 1e-4
 
 [checkpoint]
 every_steps = 5
 """
-ROWS_PER_STEP: Final = 8
 ROW_METRICS: Final = ("data/tokens", "policy/loss", "train/grad_norm")
 ROWS_PER_EVENT: Final = 80  # two passes: 20 steps, and fewer pass between two events
 # Where a victim is: the role of its service, and whether it is a child of the service's process.
@@ -148,14 +124,15 @@ class ChaosRun:
         self.events: list[Event] = []
         self._random = random.Random(seed)
         self._began = time.monotonic()
+        self.process: subprocess.Popen[str]  # the launcher
 
     def now(self) -> float:
         """Return the seconds since the beginning."""
         return round(time.monotonic() - self._began, 1)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> None:
         """Start `fourfold run` and collect its console."""
-        process = subprocess.Popen(
+        self.process = process = subprocess.Popen(
             [sys.executable, "-m", "fourfold", "run", *words], cwd=self.root, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -166,7 +143,6 @@ class ChaosRun:
                 self.console.append((self.now(), line.rstrip()))
 
         threading.Thread(target=read, daemon=True).start()
-        return process
 
     def steps(self) -> int:
         """Return the number of steps, and note the time of a new one."""
@@ -177,7 +153,7 @@ class ChaosRun:
             self.stepped += [self.now()] * (count - len(self.stepped))
         return count
 
-    def wait(self, process: subprocess.Popen[str], condition: Callable[[], bool], *, pause: float = 0.1) -> None:
+    def wait(self, condition: Callable[[], bool], *, pause: float = 0.1) -> None:
         """Wait until something is so, which is looked at after every `pause` seconds.
 
         Raises:
@@ -186,27 +162,22 @@ class ChaosRun:
         end = time.monotonic() + STEP_SECONDS
         while not condition():
             self.steps()
-            assert process.poll() is None, f"the run ended with {process.returncode}"
+            assert self.process.poll() is None, f"the run ended with {self.process.returncode}"
             assert time.monotonic() < end, f"nothing happened for {STEP_SECONDS:.0f} s"
             time.sleep(pause)
 
-    def strike(
-        self, process: subprocess.Popen[str], number: signal.Signals, role: str, child: bool
-    ) -> subprocess.Popen[str]:
-        """Send a signal to a process of the run as soon as there is one, and wait for the second step after it.
-
-        Returns the launcher, a new one if it was killed.
-        """
+    def strike(self, number: signal.Signals, role: str, child: bool) -> None:
+        """Send a signal to a process of the run as soon as there is one, and wait for the second step after it."""
         found: list[psutil.Process] = []
 
         def look() -> bool:
-            found[:] = self._victims(process, role, child)
+            found[:] = self._victims(role, child)
             return bool(found)
 
-        self.wait(process, look)
+        self.wait(look)
         victim = self._random.choice(found)
         name = f"{number.name} {role}{f' child {_title(victim)}' if child else ''}"
-        with self.event(name) as launcher:
+        with self._event(name):
             try:
                 victim.send_signal(number)
                 if number == signal.SIGSTOP:
@@ -214,14 +185,13 @@ class ChaosRun:
                     victim.send_signal(signal.SIGCONT)
             except psutil.NoSuchProcess:  # it was ended, perhaps because it was stopped
                 pass
-            launcher.append(self.again(process) if role == "launcher" else process)
-        return launcher[0]
+            if role == "launcher":
+                self.again()
 
-    def fill_disk(self, process: subprocess.Popen[str]) -> None:
+    def fill_disk(self) -> None:
         """Leave no byte on the disk of the run for a while."""
         ballast = self.root / "ballast"
-        with self.event("full disk") as launcher:
-            launcher.append(process)
+        with self._event("full disk"):
             with ballast.open("wb", buffering=0) as file, suppress(OSError):
                 while True:
                     file.write(bytes(1 << 16))
@@ -229,20 +199,18 @@ class ChaosRun:
             ballast.unlink()
 
     @contextmanager
-    def event(self, what: str) -> Iterator[list[subprocess.Popen[str]]]:
-        """Note what strikes the run in the block, which appends the launcher, and wait for the second step after it."""
-        launcher = list[subprocess.Popen[str]]()
+    def _event(self, what: str) -> Iterator[None]:
         before = self.steps()
         event = Event(what, self.now(), before)
         self.events.append(event)
         try:
-            yield launcher
+            yield
             highest = before
 
             def stepped() -> bool:
                 return self.steps() >= highest + 2
 
-            self.wait(launcher[0], stepped)
+            self.wait(stepped)
         finally:
             event.seconds_to_step = round(self.now() - event.at, 1)
             event.lines = [line for at, line in self.console if at >= event.at]
@@ -250,43 +218,51 @@ class ChaosRun:
             sys.stdout.flush()
         time.sleep(self._random.uniform(0, 2))
 
-    def _victims(self, process: subprocess.Popen[str], role: str, child: bool) -> list[psutil.Process]:
+    def _victims(self, role: str, child: bool) -> list[psutil.Process]:
         try:
+            launcher = psutil.Process(self.process.pid)
+            every = launcher.children(recursive=True)
             if role == "launcher":
-                return [psutil.Process(process.pid)]
-            every = psutil.Process(process.pid).children(recursive=True)
+                return [launcher]
             services = [each for each in every if _words(each)[3:5] == ["serve", role]]
             return [c for each in services for c in each.children() if _words(c)] if child else services
         except psutil.NoSuchProcess:
             return []
 
-    def kill_start(
-        self, process: subprocess.Popen[str], role: str, condition: Callable[[], bool], when: str
-    ) -> subprocess.Popen[str]:
-        """Kill a process of the run as soon as something is so, before the first step; return the present launcher."""
-        self.wait(process, condition, pause=0.002)
-        name, _, child = role.partition(" ")
-        event = Event(f"SIGKILL {role} while it {when}", self.now(), 0)
-        self.events.append(event)
-        (self._victims(process, name, bool(child)) or [psutil.Process(process.pid)])[0].kill()
-        return self.again(process) if name == "launcher" else process
+    def kill_start(self, condition: Callable[[], bool], when: str, role: str, *, child: bool = False) -> None:
+        """Kill a process of the run as soon as something is so, before the first step."""
+        self.wait(condition, pause=0.002)
+        self.events.append(Event(f"SIGKILL {role}{' child' * child} {when}", self.now(), 0))
+        for victim in self._victims(role, child)[:1]:
+            victim.kill()
+        if role == "launcher":
+            self.again()
 
-    def again(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    def again(self) -> None:
         """Start the run again after its launcher was killed."""
-        process.wait(END_SECONDS)
+        self.process.wait(END_SECONDS)
         has_folder = (self.run_dir / "config.toml").exists()
-        return self.start(*(("--resume", "runs/tiny") if has_folder else ("recipe.toml",)))
+        self.start(*(("--resume", "runs/tiny") if has_folder else ("recipe.toml",)))
 
-    def end(self, process: subprocess.Popen[str]) -> set[int]:
-        """Wait for the end of the run; return its processes. Raises AssertionError when it fails or stands still."""
-        everything, moved, end = set[int](), -1, time.monotonic() + STEP_SECONDS
-        while process.poll() is None and time.monotonic() < end:
-            everything |= descendants({process.pid})
+    def end(self) -> list[int]:
+        """Wait for the end of the run; return its processes that are left. Raises AssertionError when it fails."""
+        pids, moved, end = set[int](), -1, time.monotonic() + STEP_SECONDS
+        while self.process.poll() is None and time.monotonic() < end:
+            pids |= descendants({self.process.pid})
             if (steps := self.steps()) != moved:
                 moved, end = steps, time.monotonic() + STEP_SECONDS
             time.sleep(0.5)
-        assert process.returncode == 0, f"the run ended with {process.returncode}"
-        return everything
+        assert self.process.returncode == 0, f"the run ended with {self.process.returncode}"
+        end = time.monotonic() + END_SECONDS
+        while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+    def close(self) -> None:
+        """Kill the launcher and what it started."""
+        for pid in descendants({self.process.pid}) | {self.process.pid}:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
 
     def explain(self, failure: Exception) -> str:
         """Return an error with the last lines of the console and of all logs."""
@@ -373,57 +349,55 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 def run_chaos(folder: Path, events: int, seed: int, *, disk: bool) -> dict[str, Any]:
     """Return the result of one run."""
-    run, error, wrong, left = ChaosRun(folder, seed=seed), "", list[str](), set[int]()
+    run, error, wrong, left = ChaosRun(folder, seed=seed), "", list[str](), list[int]()
     write_agents(folder)
-    process = run.start("recipe.toml")
+    run.start("recipe.toml")
     try:
-        run.wait(process, lambda: run.steps() >= 2)
+        run.wait(lambda: run.steps() >= 2)
         for event in plan(events, seed, disk=disk):
             if event is None:
-                run.fill_disk(process)
+                run.fill_disk()
             else:
-                run.strike(process, *event)
-        everything = descendants({process.pid})
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT, f"Ctrl-C ended the run with {process.returncode}"
-        process = run.start("--resume", "runs/tiny", "--set", f"steps={run.steps() + LAST_STEPS}")
-        everything |= run.end(process)
-        wrong = check_ledger(run.run_dir)
-        left = remaining(everything)
+                run.strike(*event)
+        run.process.send_signal(signal.SIGINT)
+        code = run.process.wait(60)
+        assert code == 128 + signal.SIGINT, f"Ctrl-C ended the run with {code}"
+        run.start("--resume", "runs/tiny", "--set", f"steps={run.steps() + LAST_STEPS}")
+        left, wrong = run.end(), check_ledger(run.run_dir)
     except (AssertionError, subprocess.TimeoutExpired) as failure:
         error = run.explain(failure)
     finally:
-        kill_all(process)
-    return run.result(seed=seed, wrong=wrong, processes_left=sorted(left), error=error)
+        run.close()
+    return run.result(seed=seed, wrong=wrong, processes_left=left, error=error)
 
 
 def run_row_chaos(folder: Path, preset: str, events: int, seed: int) -> dict[str, Any]:
     """Return the result of a run of rows, which is compared with the same run without events."""
     calm, run = ChaosRun(folder / "calm", seed=seed), ChaosRun(folder / "struck", seed=seed)
-    model, choose = write_tiny_model(folder / "model", "llama_tied", dtype="float32"), random.Random(seed)
+    model, cache = write_tiny_model(folder / "model", "llama_tied", dtype="float32"), run.root / "cache"
     for each in (calm, run):
-        write_rows(each.root, model, preset, ROWS_PER_EVENT * events)
-    wrong, error, process = list[str](), "", calm.start("recipe.toml")
+        write_rows(each.root, model, preset=preset, count=ROWS_PER_EVENT * events, more=ROW_TABLES)
+    wrong, error, left = list[str](), "", list[int]()
+    calm.start("recipe.toml")
+    calm.end()
+    run.start("recipe.toml")
     try:
-        calm.end(process)
-        process = run.start("recipe.toml")
-        cache = run.root / "cache"
-        process = run.kill_start(process, "launcher", lambda: any(cache.glob("fourfold-tokens-*")), "encodes")
-        for role in ("launcher", "coordinator", "trainer", "trainer child") if preset == "dpo" else ():
+        run.kill_start(lambda: any(cache.glob("fourfold-tokens-*")), "while it encodes", "launcher")
+        for role, child in ROW_VICTIMS if preset == "dpo" else ():
             grown = partial(lambda was: blocks(cache) != was, blocks(cache))
-            process = run.kill_start(process, role, grown, "computes the reference")
-        run.wait(process, lambda: run.steps() >= 2)
+            run.kill_start(grown, "while it computes the reference", role, child=child)
+        run.wait(lambda: run.steps() >= 2)
         victims = list(islice(cycle(ROW_VICTIMS), events - len(run.events)))
-        choose.shuffle(victims)
+        random.Random(seed).shuffle(victims)
         for role, child in victims:
-            process = run.strike(process, signal.SIGKILL, role, child)
-        left = remaining(run.end(process))
-        wrong = [*differences(calm.run_dir, run.run_dir), *(f"process {pid} is left" for pid in sorted(left))]
+            run.strike(signal.SIGKILL, role, child)
+        left = run.end()
+        wrong = differences(calm.run_dir, run.run_dir)
     except (AssertionError, subprocess.TimeoutExpired) as failure:
         error = run.explain(failure)
     finally:
-        kill_all(process)
-    return {"preset": preset, **run.result(seed=seed, wrong=wrong, error=error)}
+        run.close()
+    return run.result(preset=preset, seed=seed, wrong=wrong, processes_left=left, error=error)
 
 
 def differences(calm: Path, struck: Path) -> list[str]:
@@ -447,33 +421,6 @@ def differences(calm: Path, struck: Path) -> list[str]:
 def blocks(cache: Path) -> list[int]:
     """Return how much is written of the references."""
     return [file.stat().st_blocks for file in cache.glob("reference-*")]
-
-
-def remaining(pids: set[int]) -> set[int]:
-    """Return those of the processes of a run that has ended which are still there a while later."""
-    end = time.monotonic() + END_SECONDS
-    while (left := {pid for pid in pids if psutil.pid_exists(pid)}) and time.monotonic() < end:
-        time.sleep(0.1)
-    return left
-
-
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill a launcher and what it started."""
-    for pid in descendants({process.pid}) | {process.pid}:
-        if psutil.pid_exists(pid):
-            os.kill(pid, signal.SIGKILL)
-
-
-def write_rows(root: Path, model: Path, preset: str, count: int) -> None:
-    """Write the recipe and the data of a run of rows."""
-    root.mkdir(parents=True)
-    (root / "recipe.toml").write_text(ROW_RECIPE.format(model=model, preset=preset, rows=ROWS_PER_STEP))
-    answers = ("chosen", "rejected") if preset == "dpo" else ("completion",)
-    rows = [
-        {"prompt": f"{n} * {n} =", **{name: f" {n * n}{' or so' * i}" for i, name in enumerate(answers)}}
-        for n in range(count)
-    ]
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_agents(root: Path) -> None:

@@ -59,7 +59,8 @@ class LossUnits:
         by_chosen: dict[int, list[int]] = {}
         for chosen, rejected in pairs if several else ():
             by_chosen.setdefault(chosen, []).append(rejected)
-        unit_weight = 1 / (len(pairs) if reads_pairs else self._unit_count(members))
+        steps = int(self.batch.loss_lengths[list(members)].sum()) if self.loss.reads == "steps" else 0
+        unit_weight = 1 / (len(pairs) if reads_pairs else steps or len(self._trajectories(members)))
         preferred = Counter(chosen for chosen, _ in pairs if self.config.algorithm.sft_coef)
         lengths = self.batch.total(self.batch.loss_lengths)
         tokens = sum(count * int(lengths[j]) for j, count in preferred.items())
@@ -95,12 +96,6 @@ class LossUnits:
         scores = self.batch.samples.values["score"]
         return [i for i in members if scores[i] is None and self.batch.loss_lengths[i]]
 
-    def _unit_count(self, members: Sequence[int]) -> int:
-        """Return the number of labelled steps, or of trajectories."""
-        if self.loss.reads == "steps":
-            return int(self.batch.loss_lengths[list(members)].sum())
-        return len(self._trajectories(members))
-
     def _trajectories(self, members: Sequence[int]) -> list[int]:
         return list(dict.fromkeys(self.batch.trajectory_of[list(members)].tolist()))
 
@@ -124,38 +119,26 @@ class LossUnits:
     ) -> UnitBatch:
         """Return a micro-batch; `by_chosen` has the other trajectories of all pairs, if a trajectory is in several."""
         # Per micro-batch, nothing here takes Python time for the other samples of the step.
-        if self.loss.reads == "steps":
-            return self._step_batch(members, unit_weight)
         numbers, scores = self.batch.trajectory_of[list(members)], self.batch.samples.values["score"]
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))  # of the trajectories, whose segments are neighbours
         counts: Int64Array = np.add.reduceat(self.batch.loss_lengths[list(members)], starts)
+        labels = np.array([scores[members[at]] for at in starts], np.float64)
+        if self.loss.reads == "steps":  # each is a sample of one loss token
+            labels = np.concatenate([self._aligned("token_rewards", i) for i in members]).astype(np.float64)
+            counts = np.ones(len(labels), np.int64)
         reference = [self._aligned("reference_logprobs", i) for i in members] if self.loss.needs_reference else []
         place = {j: i for i, j in enumerate(numbers[starts].tolist())}
         pairs = np.array([(place[a], place[b]) for a in place for b in by_chosen.get(a, ())], np.int64).ravel()
-        units = len(pairs) // 2 or len(starts) // (2 if self.loss.reads == "pairs" else 1)
+        units = len(pairs) // 2 or len(counts) // (2 if self.loss.reads == "pairs" else 1)
         return UnitBatch(
             tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
             counts=counts,
-            labels=np.array([scores[members[at]] for at in starts], np.float64),
+            labels=labels,
             unit_weights=np.full(units, unit_weight, np.float64),
             pairs=pairs,
             nll_weights=np.array([nll_weights.get(j, 0.0) for j in numbers[starts].tolist()], np.float64),
             reference_logprobs=np.concatenate(reference) if reference else EMPTY_FLOATS,
             factors=tail_factors(counts, self.loss.tail_weight),
-        )
-
-    def _step_batch(self, members: Sequence[int], unit_weight: float) -> UnitBatch:
-        """Return a micro-batch of labelled steps, each of which is a sample of one loss token."""
-        labels = np.concatenate([self._aligned("token_rewards", i) for i in members]).astype(np.float64)
-        return UnitBatch(
-            tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
-            counts=np.ones(len(labels), np.int64),
-            labels=labels,
-            unit_weights=np.full(len(labels), unit_weight, np.float64),
-            pairs=np.empty(0, np.int64),
-            nll_weights=np.zeros(len(labels), np.float64),
-            reference_logprobs=EMPTY_FLOATS,
-            factors=EMPTY_FLOATS,
         )
 
     def _aligned(self, name: str, index: int) -> Float32Array:

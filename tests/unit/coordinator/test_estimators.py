@@ -11,14 +11,14 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from fourfold_coordinator.state.eval_results import half_width, mean_of_sets
-from fourfold_coordinator.training.evaluation.estimators import (
+from fourfold_coordinator.reporting.estimators import (
     clustered_interval,
     majority_at_k,
     pass_at_k,
     sample_sizes,
     student_t,
 )
+from fourfold_coordinator.state.eval_results import half_width, mean_of_sets
 from tests.support.eval_results import make_result
 
 DRAWS = 1500

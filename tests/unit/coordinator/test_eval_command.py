@@ -20,9 +20,9 @@ from fourfold_coordinator.cli.evaluate import result_lines
 from fourfold_coordinator.launch.exports import export_checkpoint, find_weights
 from fourfold_coordinator.launch.run_folder import is_locked, locked, make_run_dir
 from fourfold_coordinator.launch.run_names import RUN_LOCK
+from fourfold_coordinator.reporting.win_rate import win_rates
 from fourfold_coordinator.state.eval_results import EvalRow
 from fourfold_coordinator.state.ledger import Ledger
-from fourfold_coordinator.training.evaluation.win_rate import win_rates
 from tests.fakes.toy import make_config
 from tests.support.eval_results import make_result
 

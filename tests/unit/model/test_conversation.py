@@ -15,7 +15,7 @@ from fourfold.model.conversation import (
     EncodingRule,
     plain_answer,
     render_answers,
-    steps_answer,
+    scored_steps,
 )
 from fourfold.model.tokenizer import Tokenizer
 from tests.support.chat_templates import encode_rendered, write_tokenizer
@@ -277,8 +277,8 @@ def test_a_batch_of_chats_and_texts_keeps_its_order(load: Callable[..., Tokenize
 
 def test_each_step_has_a_span(load: Callable[..., Tokenizer]) -> None:
     tokenizer = load("qwen25")
-    (answer,) = encode_rendered([steps_answer(plain_answer("ab", ""), ["the\n\n", "end"])], tokenizer)
-    assert losses(tokenizer, answer) == ["the\n\n", "end"]
+    (answer,) = encode_rendered([scored_steps("ab", [], ["the", "end"], "\n\n", tokenizer)], tokenizer)
+    assert losses(tokenizer, answer) == ["the\n\n", "end\n\n"]
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])

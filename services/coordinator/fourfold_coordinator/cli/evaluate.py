@@ -39,8 +39,8 @@ from ..launch.run_names import (
     REPORT_FILE,
     RUN_LOCK,
 )
+from ..reporting.win_rate import read_evaluation, win_rates
 from ..state.files import replace_file
-from ..training.evaluation.win_rate import read_evaluation, win_rates
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
 
 _FILE_WIDTH: Final = 200  # columns of output that is no terminal

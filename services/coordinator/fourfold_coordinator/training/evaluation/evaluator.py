@@ -21,13 +21,13 @@ from fourfold.seeds import derive_seed
 from fourfold.text import format_score
 
 from ...data.prompts import HeldOutSet, Prompt
+from ...reporting.estimators import clustered_interval, majority_at_k, pass_at_k, sample_sizes
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
 from ...state.eval_results import AtK, EvalRow, Evaluation, SetResult, half_width, mean_of_sets
 from ...state.ledger import SampleState
 from ...state.samples import Trajectory
 from ...tasks.task_queue import TaskGroup, TaskQueue
 from ..service_calls import ServiceCalls
-from .estimators import clustered_interval, majority_at_k, pass_at_k, sample_sizes
 
 log = logging.getLogger("fourfold.coordinator")
 

@@ -14,11 +14,11 @@ from fourfold.errors import PeerFault, WrongState
 from fourfold.sample import Sample
 from fourfold.text import format_score
 
+from ...reporting.estimators import clustered_interval
 from ...routing.replica import Replica, ReplicaKey
 from ...routing.trainer_session import TrainerSession
 from ...rows.held_out import HeldOutRows
 from ...state.eval_results import EvalRow, Evaluation, Measure, SetResult, half_width, mean_of_sets
-from .estimators import clustered_interval
 
 log = logging.getLogger("fourfold.coordinator")
 

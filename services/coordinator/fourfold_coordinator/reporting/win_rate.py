@@ -11,7 +11,7 @@ from typing import Any
 
 from fourfold.errors import ConfigError
 
-from ...launch.run_names import ANSWERS_FILE, EVALUATION_FILE
+from ..launch.run_names import ANSWERS_FILE, EVALUATION_FILE
 from .estimators import clustered_interval
 
 _Key = tuple[str, int, str, str]  # set, index of the prompt, its text, its task group

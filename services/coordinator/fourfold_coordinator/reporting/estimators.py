@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Final
 
-from ...state.eval_results import Interval
+from ..state.eval_results import Interval
 
 # Two-sided 95 % quantiles of Student's t for degrees of freedom at which the expansion below is coarse.
 _SMALL_T: Final = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912}

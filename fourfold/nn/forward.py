@@ -28,7 +28,7 @@ from torch.nn import functional
 from fourfold.errors import ConfigError
 from fourfold.nn import attention, sequence
 from fourfold.nn.batching import TokenBatch
-from fourfold.nn.logprobs import token_energies, token_logprobs
+from fourfold.nn.logprobs import token_energies, token_logprobs, top_logprobs
 from fourfold.nn.sequence import Exchange, RowSlice, to_device
 
 # Tokens of the two segments of the comparison.
@@ -53,7 +53,7 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool, energy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [k] log-probabilities of `targets`, and entropies, energies or None, from hidden states [k, h]."""
+        """Return log-probabilities of `targets`, and entropies, energies or None, from hidden states [k, h]."""
         arguments = hidden, self.weight, self.bias, targets, temperatures
         if energy:
             return token_energies(*arguments, softcap=self.softcap, float32_logits=self.float32_logits)
@@ -201,9 +201,9 @@ def _forward_logprobs(
     entropy: bool = False,
     energy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [k], and entropies or energies [k] or None, float32, as a method of the model.
+    """Return log-probabilities of `targets`, and entropies or energies [k] or None, float32, as a method of the model.
 
-    `token_ids` is [t], `lengths` [s], the others are [k]: see `TokenBatch`. Lengths and rows are on the CPU, because
+    `token_ids` is [t], `lengths` [s], the others are [k]: see `TokenBatch`; `targets` may be [k, m]. Lengths and rows are on the CPU, because
     reading them from a GPU would wait for it.
     """
     own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
@@ -211,6 +211,21 @@ def _forward_logprobs(
     head = self.get_output_embeddings()
     logprobs, more = head(states, own.asked(targets), own.asked(temperatures), entropy, energy)
     return own.gather(logprobs), None if more is None else own.gather(more)
+
+
+def top(model: Any, batch: TokenBatch, device: torch.device, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `top_logprobs` of a whole model after `install`, whose rows are not shared; without a gradient."""
+    arguments = batch_arguments(batch, device)
+    own = RowSlice(None, arguments["lengths"], arguments["rows"], device)
+    with torch.no_grad():
+        states = _asked_states(model, arguments["token_ids"], own)
+    head: LogprobHead = model.get_output_embeddings()
+    return top_logprobs(
+        *(states, head.weight, head.bias, arguments["targets"], arguments["temperatures"]),
+        count=count,
+        softcap=head.softcap,
+        float32_logits=head.float32_logits,
+    )
 
 
 def _forward_values(self: Any, token_ids: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:

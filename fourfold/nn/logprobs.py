@@ -10,7 +10,10 @@ the two only `hidden` and two numbers per row stay in memory. The logits have th
 engines, or are float32 (`model.head_dtype`); everything after them is in float32 (float64 for float64 weights): here,
 or in logprob_kernels.py on CUDA. Their gradient has the dtype of the weights, with which it is multiplied.
 
-Legend: k rows, r of them in a chunk; h hidden size, v vocabulary size. "Wide" is the dtype after the product.
+A row may have several targets with gradients g: its logits are computed once, and d / dz = scatter(g) - sum(g) * pi.
+
+Legend: k rows, r of them in a chunk; h hidden size, v vocabulary size; m targets of a row. "Wide" is the dtype after
+the product.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def token_logprobs(
         hidden: [k, h], last hidden states at the rows that predict the targets.
         weight: [v, h] of the output embedding, in the dtype of `hidden`.
         bias: [v], or None.
-        targets: [k], int64, each in [0, v).
+        targets: [k] or [k, m], int64, each in [0, v). The ids of a row differ, but the first may be one of the others.
         temperatures: [k], float32, above 0.
         softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
         entropy: also return entropies. Their backward pass costs something only if they get a gradient.
@@ -57,8 +60,8 @@ def token_logprobs(
         chunk_rows: rows per chunk; 0: as many as keep its logits at 256 MiB, or 1 GiB with the kernels.
 
     Returns:
-        [k] log-probabilities, and [k] entropies or None, in nats; float32, or float64 for float64 weights.
-        Differentiable in hidden, weight and bias.
+        Log-probabilities of the shape of `targets`, and [k] entropies or None, in nats; float32, or float64 for float64
+        weights. Differentiable in hidden, weight and bias.
     """
     dtype, rows = _chunks(hidden, weight, float32_logits)
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -99,6 +102,40 @@ def token_energies(
         )
         logprobs[part], _, _ = row_statistics(logits, chosen, scale, softcap, entropy=False)
     return logprobs, energies
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    count: int,
+    softcap: float = 0.0,
+    float32_logits: bool = False,
+    chunk_rows: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probability of `targets`, [k], and the ids and log-probabilities of the `count` likeliest tokens.
+
+    Arguments and log-probabilities are those of `token_logprobs` with targets [k]; `count` is at most v.
+
+    Returns:
+        Log-probabilities [k], ids int64 [k, count], and their log-probabilities [k, count], the likeliest first.
+    """
+    dtype, rows = _chunks(hidden, weight, float32_logits)
+    temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
+    row_statistics, _ = _functions(hidden)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for part in _slices(len(hidden), chunk_rows or rows):
+        logits = _logits_of(hidden[part], weight, bias, dtype)
+        found, ids = logits.topk(count, dim=1)  # neither softcap nor temperature changes the order
+        logprobs, normalisers, _ = row_statistics(logits, targets[part], temperatures[part], softcap, entropy=False)
+        top = _scale(found, temperatures[part], softcap).sub_(normalisers[:, None])
+        parts.append((logprobs, ids, top.clamp_(max=0.0)))  # rounding may exceed 0 by an ulp
+    logprobs, ids, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return logprobs, ids, top
 
 
 def _energies(logits: Tensor, targets: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
@@ -165,15 +202,16 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
         normalisers = torch.empty(len(hidden), dtype=temperatures.dtype, device=hidden.device)
-        logprobs = torch.empty_like(normalisers)
+        logprobs = torch.empty(targets.shape, dtype=temperatures.dtype, device=hidden.device)
         entropies = torch.empty_like(normalisers) if entropy else None
         row_statistics, _ = _functions(hidden)
         for part in _slices(len(hidden), chunk_rows):
-            logits = _logits_of(hidden[part], weight, bias, dtype)
-            chosen, normaliser, spread = row_statistics(
-                logits, targets[part], temperatures[part], softcap, entropy=entropy
-            )
-            logprobs[part], normalisers[part] = chosen, normaliser
+            logits, chosen = _logits_of(hidden[part], weight, bias, dtype), targets[part]
+            one, several = (chosen, None) if chosen.dim() == 1 else (chosen[:, 0], logits.gather(1, chosen))
+            found, normaliser, spread = row_statistics(logits, one, temperatures[part], softcap, entropy=entropy)
+            if several is not None:
+                found = _scale(several, temperatures[part], softcap).sub_(normaliser[:, None])
+            logprobs[part], normalisers[part] = found, normaliser
             if entropies is not None and spread is not None:
                 entropies[part] = spread
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalisers, entropies)
@@ -193,6 +231,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not one_chunk else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         _, logit_gradient = _functions(hidden)
+        if targets.dim() == 2:
+            logit_gradient = functools.partial(_gradient_of_several, logit_gradient)
         for part in _slices(len(hidden), ctx.chunk_rows):
             of_logprobs, of_entropies = (None if g is None else g[part].contiguous() for g in gradients)
             grad_logits = logit_gradient(
@@ -259,6 +299,37 @@ def _logit_gradient(
     if of_softcap is not None:
         grad.mul_(of_softcap)
     return grad.to(dtype)
+
+
+def _gradient_of_several(
+    logit_gradient: Callable[..., Tensor],
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    softcap: float,
+    *,
+    of_logprobs: Tensor | None,
+    **columns: Any,
+) -> Tensor:
+    """Return the gradient of the logits as `logit_gradient`, [r, v], for targets and `of_logprobs` [r, m]."""
+    z = _scale(logits.gather(1, targets), temperatures, softcap)  # before the logits are overwritten
+    total = None if of_logprobs is None else of_logprobs.sum(1)
+    grad = logit_gradient(logits, targets[:, 0], temperatures, softcap, of_logprobs=total, **columns)
+    if of_logprobs is None or total is None:
+        return grad
+    # The difference of g and sum(g) * pi is small where a distribution is learned: it is rounded once, not twice. The
+    # first target may be one of the others, too: both columns get the same number, so that their order does not matter.
+    same = targets[:, 1:] == targets[:, :1]
+    first, rest = of_logprobs[:, :1], of_logprobs[:, 1:]
+    own = torch.cat([first + (same * rest).sum(1, keepdim=True), rest + same * first], 1)
+    logs = z - columns["normalisers"][:, None]
+    factor = total[:, None]
+    if (of_entropies := columns["of_entropies"]) is not None and columns["entropies"] is not None:
+        factor = factor + of_entropies[:, None] * (logs + columns["entropies"][:, None])
+    exact = (own - logs.exp() * factor) / temperatures[:, None]
+    if softcap:
+        exact *= 1 - (z * (temperatures[:, None] / softcap)).square_()
+    return grad.scatter_(1, targets, exact.to(grad.dtype))
 
 
 def _scale(logits: Tensor, temperatures: Tensor, softcap: float) -> Tensor:

@@ -94,11 +94,11 @@ class RowSlice:
         return functional.pad(own, (0, self._size - len(own)))
 
     def asked(self, column: Tensor) -> Tensor:
-        """Return the entries of `column`, one per target row [k], that belong to this slice, [k']."""
+        """Return the entries of `column`, one or a row per target row [k], that belong to this slice, [k']."""
         return column if self.exchange is None else column[self._places]
 
     def gather(self, column: Tensor) -> Tensor:
-        """Return the [k] numbers of all ranks, from this rank's [k']; the gradient flows only to the latter."""
+        """Return the [k] numbers, or [k, m], of all ranks from this rank's [k']; the gradient flows only to these."""
         if self.exchange is None:
             return column
         whole: Tensor = _Gather.apply(column, self.exchange, self._places, self._row_count)  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, column: Tensor, exchange: Exchange, places: Tensor, row_count: int) -> Tensor:
         ctx.save_for_backward(places)
         ctx.set_materialize_grads(False)  # keeps None, with which the head skips work
-        whole = column.new_zeros(row_count).index_copy_(0, places, column)
+        whole = column.new_zeros(row_count, *column.shape[1:]).index_copy_(0, places, column)
         exchange.add(whole)  # adds only zeros to each number, so all ranks have the same bits
         return whole
 

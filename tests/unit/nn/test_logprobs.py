@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
-from fourfold.nn.logprobs import token_energies, token_logprobs
+from fourfold.nn.logprobs import token_energies, token_logprobs, top_logprobs
 
 ROWS, HIDDEN, VOCABULARY = 11, 8, 37
 
@@ -63,6 +63,53 @@ def test_values_and_gradients_equal_the_plain_computation(
     )
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     torch.testing.assert_close(gradients(*found), gradients(*wanted), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("softcap", "bias"), [(0.0, False), (3.0, True)])
+@pytest.mark.parametrize("chunk_rows", [0, 1, 4])
+def test_several_targets_of_a_row_have_the_values_and_gradients_of_the_plain_computation(
+    chunk_rows: int, softcap: float, bias: bool, entropy: bool
+) -> None:
+    hidden, weight, offset, first, temperatures = inputs(torch.float64, bias)
+    generator = torch.Generator().manual_seed(5)
+    others = (first[:, None] + torch.tensor([3, 9, 20, 30])) % VOCABULARY
+    others[::2, 2] = first[::2]  # in every second row, the first target is one of the others, too
+    targets = torch.cat([first[:, None], others], 1)
+    upstream = torch.randn(targets.shape, generator=generator, dtype=torch.float64)
+    spread = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+    logits = torch.nn.functional.linear(hidden, weight, offset)
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    logs = torch.log_softmax(logits / temperatures.double()[:, None], -1)
+    wanted = logs.gather(1, targets)
+    loss = (wanted * upstream).sum() - entropy * (spread[:, None] * logs.exp() * logs).sum()
+    found, entropies = token_logprobs(
+        hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=entropy
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+    own = (found * upstream).sum() + (0 if entropies is None else (entropies * spread).sum())
+    torch.testing.assert_close(
+        torch.autograd.grad(own, leaves), torch.autograd.grad(loss, leaves), atol=1e-12, rtol=1e-10
+    )
+    several = token_logprobs(hidden, weight, offset, targets, temperatures, softcap=softcap)[0]
+    alone = token_logprobs(hidden, weight, offset, first, temperatures, softcap=softcap)[0]
+    torch.testing.assert_close(several[:, 0], alone, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_rows", [0, 2])
+def test_the_likeliest_tokens_are_those_of_the_sorted_distribution(chunk_rows: int) -> None:
+    hidden, weight, offset, targets, temperatures = inputs(torch.float32, True)
+    logs = torch.log_softmax(torch.nn.functional.linear(hidden, weight, offset) / temperatures[:, None], -1).detach()
+    wanted, order = logs.sort(1, descending=True)
+    logprobs, ids, top = top_logprobs(
+        hidden, weight, offset, targets, temperatures, count=4, softcap=0.0, chunk_rows=chunk_rows
+    )
+    assert torch.equal(ids, order[:, :4])
+    torch.testing.assert_close(top, wanted[:, :4], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs, logs.gather(1, targets[:, None]).squeeze(1), atol=1e-5, rtol=0)
+    *_, everything = top_logprobs(hidden, weight, offset, targets, temperatures, count=VOCABULARY)
+    torch.testing.assert_close(everything.exp().sum(1), torch.ones(ROWS), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("chunk_rows", [0, 2])

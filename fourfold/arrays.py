@@ -14,3 +14,4 @@ Float64Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 EMPTY_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
+EMPTY_INTS: Final[Int32Array] = np.empty(0, np.int32)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-CONTRACT_VERSION: Final = "1.10"
+CONTRACT_VERSION: Final = "1.11"
 """MAJOR.MINOR. MINOR grows with every additive change, MAJOR with a change that breaks older clients."""
 _INSTALLED: Final = Path(__file__).with_name("protos")
 PROTO_DIR: Final = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1] / "proto"

@@ -203,8 +203,8 @@ def _forward_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of `targets`, and entropies or energies [k] or None, float32, as a method of the model.
 
-    `token_ids` is [t], `lengths` [s], the others are [k]: see `TokenBatch`; `targets` may be [k, m]. Lengths and rows are on the CPU, because
-    reading them from a GPU would wait for it.
+    `token_ids` is [t], `lengths` [s], the others are [k]: see `TokenBatch`; `targets` may be [k, m]. Lengths and rows
+    are on the CPU, because reading them from a GPU would wait for it.
     """
     own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
     states = _asked_states(self, token_ids, own)
@@ -213,7 +213,9 @@ def _forward_logprobs(
     return own.gather(logprobs), None if more is None else own.gather(more)
 
 
-def top(model: Any, batch: TokenBatch, device: torch.device, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def top(
+    model: Any, batch: TokenBatch, device: torch.device, *, count: int, ids_below: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return `top_logprobs` of a whole model after `install`, whose rows are not shared; without a gradient."""
     arguments = batch_arguments(batch, device)
     own = RowSlice(None, arguments["lengths"], arguments["rows"], device)
@@ -223,6 +225,7 @@ def top(model: Any, batch: TokenBatch, device: torch.device, count: int) -> tupl
     return top_logprobs(
         *(states, head.weight, head.bias, arguments["targets"], arguments["temperatures"]),
         count=count,
+        ids_below=ids_below,
         softcap=head.softcap,
         float32_logits=head.float32_logits,
     )

@@ -113,13 +113,15 @@ def top_logprobs(
     temperatures: Tensor,
     *,
     count: int,
+    ids_below: int,
     softcap: float = 0.0,
     float32_logits: bool = False,
     chunk_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probability of `targets`, [k], and the ids and log-probabilities of the `count` likeliest tokens.
 
-    Arguments and log-probabilities are those of `token_logprobs` with targets [k]; `count` is at most v.
+    Arguments and log-probabilities are those of `token_logprobs` with targets [k]. Likely tokens have ids in
+    [0, ids_below), at least `count`: an embedding may have more rows than the tokenizer has tokens.
 
     Returns:
         Log-probabilities [k], ids int64 [k, count], and their log-probabilities [k, count], the likeliest first.
@@ -130,7 +132,7 @@ def top_logprobs(
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for part in _slices(len(hidden), chunk_rows or rows):
         logits = _logits_of(hidden[part], weight, bias, dtype)
-        found, ids = logits.topk(count, dim=1)  # neither softcap nor temperature changes the order
+        found, ids = logits[:, :ids_below].topk(count, dim=1)  # neither softcap nor temperature changes the order
         logprobs, normalisers, _ = row_statistics(logits, targets[part], temperatures[part], softcap, entropy=False)
         top = _scale(found, temperatures[part], softcap).sub_(normalisers[:, None])
         parts.append((logprobs, ids, top.clamp_(max=0.0)))  # rounding may exceed 0 by an ulp

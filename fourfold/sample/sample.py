@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array
+from fourfold.arrays import EMPTY_FLOATS, EMPTY_INTS, BoolArray, Float32Array, Int32Array
 from fourfold.errors import InvalidInput
 
 
@@ -54,6 +54,8 @@ class Sample:
     segment_count: int = 1
     terms: tuple[ScoreTerm, ...] = ()  # of the score; empty: it is not a sum
     shadow_score: float | None = None  # of a scorer that is compared with the live one
+    teacher_ids: Int32Array = field(default_factory=lambda: EMPTY_INTS)  # [n, k] or [0], a teacher's likeliest tokens
+    teacher_logprobs: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n, k] or [0]
 
     @property
     def trajectory(self) -> str:

@@ -16,12 +16,17 @@ from numpy.typing import ArrayLike, NDArray
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Int32Array
 from fourfold.bounds import MAX_NUMBER
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import Buffer, check_id, field_head, pack_ints, read_ints, unpack_floats
+from fourfold.rpc.codec import Buffer, check_id, field_head, pack_ints, read_floats, read_ints, unpack_floats
 from fourfold.sample.sample import Sample, ScoreTerm, VersionSpan
 from fourfold.sample.token_columns import ACTION_MASK, COLUMNS, LOSS_MASK, TOKEN_IDS, TokenColumn
 from fourfold.types.v1 import experience_pb2 as pb
 
 MAX_TERMS: Final = 64  # of one score
+MAX_TEACHER_TOKENS: Final = 64  # in place of one token
+_TEACHER: Final = {
+    "teacher_ids": pb.Experience.TEACHER_IDS_FIELD_NUMBER,
+    "teacher_logprobs": pb.Experience.TEACHER_LOGPROBS_FIELD_NUMBER,
+}
 
 
 def encode(sample: Sample) -> pb.Experience:
@@ -56,6 +61,10 @@ def encode_parts(sample: Sample) -> list[Buffer]:
         if len(array) and not (column is LOSS_MASK and _is_action_mask(sample)):
             data = column.pack(array)
             parts += (field_head(column.number, len(data)), data)
+    for name, number in _TEACHER.items():
+        if len(array := getattr(sample, name)):
+            data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+            parts += (field_head(number, len(data)), data)
     return parts
 
 
@@ -89,6 +98,8 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
             f"sample {sample_id}: end_reason is {message.end_reason}; it must be TERMINATED or TRUNCATED"
         )
     _check_segment(message, sample_id)
+    if message.teacher_ids or message.teacher_logprobs:
+        found |= _teacher(message, len(token_ids), vocabulary_size)
     return Sample(
         sample_id=sample_id,
         group_id=message.group_id,
@@ -128,6 +139,23 @@ def _column(message: pb.Experience, column: TokenColumn, count: int, action_mask
     if fault:
         raise InvalidInput(f"sample {message.sample_id}: {fault}")
     return values
+
+
+def _teacher(message: pb.Experience, count: int, vocabulary_size: int) -> dict[str, NDArray[Any]]:
+    """Return the likely tokens of a teacher in place of `count` tokens: ids and log-probabilities, [count, k]."""
+    data, where = (message.teacher_ids, message.teacher_logprobs), f"sample {message.sample_id}"
+    width, rest = divmod(len(data[0]), 4 * count)
+    if rest or not 1 <= width <= MAX_TEACHER_TOKENS or len(data[1]) != len(data[0]):
+        raise InvalidInput(
+            f"{where}: teacher_ids has {len(data[0])} bytes and teacher_logprobs {len(data[1])}; {count} tokens need "
+            f"{4 * count} for each likely token, of which there are 1 to {MAX_TEACHER_TOKENS}"
+        )
+    ids, logprobs = read_ints(data[0]).reshape(count, width), read_floats(data[1]).reshape(count, width)
+    if int(ids.view(np.uint32).max()) >= vocabulary_size:
+        raise InvalidInput(f"{where}: teacher_ids has an id outside of the vocabulary [0, {vocabulary_size})")
+    if not (np.isfinite(logprobs[1:]) & (logprobs[1:] <= 0)).all():
+        raise InvalidInput(f"{where}: teacher_logprobs must be finite and at most 0 after the first token")
+    return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
 
 def _terms(message: pb.Experience) -> tuple[ScoreTerm, ...]:

@@ -16,12 +16,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="the reference service needs its extra: fourfold-reward[reference]")
 transformers = pytest.importorskip("transformers", reason="the reference service needs fourfold-reward[reference]")
 
-from fourfold.arrays import Float32Array  # noqa: E402
+from fourfold.arrays import EMPTY_FLOATS, Float32Array  # noqa: E402
 from fourfold.contract import CONTRACT_VERSION  # noqa: E402
 from fourfold.errors import (  # noqa: E402
     ConfigError,
     DeadlinePassed,
     Internal,
+    InvalidInput,
     Overloaded,
     Unavailable,
     WrongState,
@@ -29,12 +30,14 @@ from fourfold.errors import (  # noqa: E402
 from fourfold.model.tokenizer import tokenizer_sha256  # noqa: E402
 from fourfold.nn import logprobs  # noqa: E402
 from fourfold.reference.client import AsyncReferenceClient  # noqa: E402
+from fourfold.reference.top_tokens import top_tokens  # noqa: E402
 from fourfold.reference.v1 import reference_service_pb2 as pb  # noqa: E402
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server  # noqa: E402
 from fourfold.rpc.codec import pack_ints  # noqa: E402
+from fourfold.sample import Sample  # noqa: E402
 from fourfold.types.v1.experience_pb2 import Experience  # noqa: E402
 from fourfold_reward.reference import servicer as module  # noqa: E402
-from fourfold_reward.reference.model import ReferenceModel, Stopped  # noqa: E402
+from fourfold_reward.reference.model import ReferenceModel, SampleRows, Stopped  # noqa: E402
 from fourfold_reward.reference.servicer import ReferenceServicer  # noqa: E402
 from tests.conftest import Serve  # noqa: E402
 from tests.support.tiny_models import VOCABULARY_SIZE, write_tiny_model  # noqa: E402
@@ -85,6 +88,21 @@ def experience(sample_id: str, ids: list[int], temperature: float = 1.0) -> Expe
     return Experience(sample_id=sample_id, token_ids=pack_ints(ids), temperature=temperature)
 
 
+def sample(sample_id: str, ids: list[int], temperature: float) -> Sample:
+    tokens = np.array(ids, np.int32)
+    mask = np.arange(len(ids)) > 0
+    return Sample(
+        sample_id=sample_id,
+        group_id="g",
+        token_ids=tokens,
+        behavior_logprobs=EMPTY_FLOATS,
+        action_mask=mask,
+        loss_mask=mask,
+        version_spans=(),
+        temperature=temperature,
+    )
+
+
 async def ask(client: AsyncReferenceClient, *experiences: Experience, timeout: float = 30) -> list[Float32Array]:
     answer = await client._stub.ComputeLogprobs(pb.ComputeLogprobsRequest(experiences=experiences), timeout=timeout)
     return [np.frombuffer(row, "<f4") for row in answer.logprobs]
@@ -112,22 +130,23 @@ def test_model_equals_the_definition(family: str, tmp_path: Path, monkeypatch: p
     temperatures = [1.0, 0.7, 2.0, 1.0, 0.1, 1.5, 1.0]
     found = load(folder).logprobs([np.array(s, np.int32) for s in samples], temperatures)
     for ids, temperature, row in zip(samples, temperatures, found, strict=True):
-        assert row.dtype == np.float32
-        np.testing.assert_allclose(row, naive(folder, ids, temperature), atol=2e-4, rtol=1e-4)
+        assert row.logprobs.dtype == np.float32
+        np.testing.assert_allclose(row.logprobs, naive(folder, ids, temperature), atol=2e-4, rtol=1e-4)
 
 
 def test_model_is_frozen_and_deterministic(folder: Path) -> None:
     model = load(folder, dtype="bfloat16")
     assert not any(p.requires_grad for p in model._model.parameters())
     ids = [np.array(random_ids(1, 20), np.int32)]
-    first, second = (model.logprobs(ids, [1.0])[0] for _ in range(2))
+    first, second = (model.logprobs(ids, [1.0])[0].logprobs for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
 def test_float32_logits_of_a_bfloat16_model(folder: Path) -> None:
     ids = [np.array(random_ids(1, 40), np.int32)]
     rounded, exact = (
-        load(folder, dtype="bfloat16", float32_logits=asked).logprobs(ids, [1.0])[0][1:] for asked in (False, True)
+        load(folder, dtype="bfloat16", float32_logits=asked).logprobs(ids, [1.0])[0].logprobs[1:]
+        for asked in (False, True)
     )
     assert 1e-4 < np.abs(rounded - exact).max() < 0.1
 
@@ -191,7 +210,7 @@ async def test_loading_service_is_unavailable(connect: Connect) -> None:
 class Slow:
     """A fake model: `logprobs` blocks until `go` is set or its `stopped` returns True."""
 
-    vocabulary_size = VOCABULARY_SIZE
+    vocabulary_size = ids_below = VOCABULARY_SIZE
     tokens_per_batch = 4
 
     def __init__(self) -> None:
@@ -204,7 +223,9 @@ class Slow:
         self.stopped = 0
         self.go = threading.Event()
 
-    def logprobs(self, token_ids: list[Any], temperatures: list[float], *, stopped: Callable[[], bool]) -> list[Any]:
+    def logprobs(
+        self, token_ids: list[Any], temperatures: list[float], *, top_k: int, stopped: Callable[[], bool]
+    ) -> list[Any]:
         self.calls += 1
         self.batches.append(sum(map(len, token_ids)))
         self.began.set()
@@ -215,9 +236,49 @@ class Slow:
                 if stopped():
                     self.stopped += 1
                     raise Stopped
-            return [np.full(len(ids), -1, np.float32) for ids in token_ids]
+            return [SampleRows.of(len(ids), top_k) for ids in token_ids]
         finally:
             self.running -= 1
+
+
+async def test_the_likeliest_tokens_are_those_of_the_definition(connect: Connect, folder: Path) -> None:
+    client = await connect()
+    asked = [sample(f"s{i}", random_ids(i, n), temperature) for i, (n, temperature) in enumerate([(5, 1.0), (40, 0.7)])]
+    rows, others = await asyncio.gather(
+        top_tokens(client, asked, top_k=4, vocabulary_size=VOCABULARY_SIZE, timeout=30),
+        top_tokens(client, asked[:1], top_k=9, vocabulary_size=VOCABULARY_SIZE, timeout=30),  # perhaps in one batch
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for one, top in zip(asked, rows, strict=True):
+        logits = model(torch.from_numpy(one.token_ids)[None].long()).logits[0, :-1] / one.temperature
+        wanted, order = torch.log_softmax(logits.detach(), -1).sort(descending=True)
+        assert np.isnan(top.logprobs[0]).all() and not top.ids[0].any()
+        np.testing.assert_allclose(top.logprobs[1:], wanted[:, :4], atol=2e-4)
+        np.testing.assert_array_equal(top.ids[1:], order[:, :4])
+    assert others[0].ids.shape == (5, 9) and np.array_equal(others[0].ids[:, :4], rows[0].ids)
+
+
+async def test_the_ids_of_likely_tokens_are_those_of_the_smaller_vocabulary(folder: Path) -> None:
+    model = load(folder)
+    model.ids_below = 20
+    (row,) = model.logprobs([np.array(random_ids(0, 30), np.int32)], [1.0], top_k=20)
+    assert (np.sort(row.top_ids[1:], 1) == np.arange(20)).all()
+    assert (np.exp(row.top_logprobs[1:]).sum(1) < 0.9).all(), "of the probability of all tokens"
+
+
+@pytest.mark.parametrize(
+    ("top_k", "count", "rule"),
+    [(-1, 1, "top_k is -1"), (65, 1, "top_k is 65"), (64, 300, "bytes; at most 8388608 fit: split the request")],
+)
+async def test_a_number_of_likely_tokens_that_cannot_be_sent_is_refused(
+    connect: Connect, top_k: int, count: int, rule: str
+) -> None:
+    client = await connect()
+    request = pb.ComputeLogprobsRequest(
+        experiences=[experience(f"s{i}", random_ids(0, CONTEXT)) for i in range(count)], top_k=top_k
+    )
+    with pytest.raises(InvalidInput, match=rule):
+        await client._call(client._stub.ComputeLogprobs, request, 30)
 
 
 async def test_info_is_answered_while_one_call_at_a_time_computes(connect: Connect) -> None:

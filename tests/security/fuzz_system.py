@@ -38,6 +38,7 @@ from fourfold_coordinator.routing.registry import Registry
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_reward import loader
 from fourfold_reward.pool import WorkerPool
+from fourfold_reward.reference.model import SampleRows
 from fourfold_reward.reference.servicer import ReferenceServicer
 from fourfold_reward.servicer import RewardServicer
 from fourfold_rollout.generate.admission import GenerateLimits
@@ -262,10 +263,11 @@ class Reference:
     """A reference model with constant results."""
 
     vocabulary_size = VOCABULARY
+    ids_below = VOCABULARY
     tokens_per_batch = 64
 
     def logprobs(self, token_ids: Sequence[Any], temperatures: Sequence[float], **_: Any) -> list[Any]:
-        return [np.full(len(ids), -1, np.float32) for ids in token_ids]
+        return [SampleRows.of(len(ids)) for ids in token_ids]
 
 
 class System:

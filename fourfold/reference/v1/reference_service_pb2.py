@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from fourfold.types.v1 import experience_pb2 as fourfold_dot_types_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-fourfold/reference/v1/reference_service.proto\x12\x15\x66ourfold.reference.v1\x1a\"fourfold/types/v1/experience.proto\"\x10\n\x0eGetInfoRequest\"\x89\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\x05\x12\x18\n\x10\x63ontract_version\x18\x05 \x01(\t\"L\n\x16\x43omputeLogprobsRequest\x12\x32\n\x0b\x65xperiences\x18\x01 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\"+\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x32\xde\x01\n\x10ReferenceService\x12X\n\x07GetInfo\x12%.fourfold.reference.v1.GetInfoRequest\x1a&.fourfold.reference.v1.GetInfoResponse\x12p\n\x0f\x43omputeLogprobs\x12-.fourfold.reference.v1.ComputeLogprobsRequest\x1a..fourfold.reference.v1.ComputeLogprobsResponseBT\n\x15\x66ourfold.reference.v1P\x01Z!fourfold/reference/v1;referencev1\xaa\x02\x15\x46ourfold.Reference.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-fourfold/reference/v1/reference_service.proto\x12\x15\x66ourfold.reference.v1\x1a\"fourfold/types/v1/experience.proto\"\x10\n\x0eGetInfoRequest\"\x89\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\x05\x12\x18\n\x10\x63ontract_version\x18\x05 \x01(\t\"[\n\x16\x43omputeLogprobsRequest\x12\x32\n\x0b\x65xperiences\x18\x01 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\x12\r\n\x05top_k\x18\x02 \x01(\x05\"R\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x12\x0f\n\x07top_ids\x18\x02 \x03(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x0c\x32\xde\x01\n\x10ReferenceService\x12X\n\x07GetInfo\x12%.fourfold.reference.v1.GetInfoRequest\x1a&.fourfold.reference.v1.GetInfoResponse\x12p\n\x0f\x43omputeLogprobs\x12-.fourfold.reference.v1.ComputeLogprobsRequest\x1a..fourfold.reference.v1.ComputeLogprobsResponseBT\n\x15\x66ourfold.reference.v1P\x01Z!fourfold/reference/v1;referencev1\xaa\x02\x15\x46ourfold.Reference.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,9 +38,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFORESPONSE']._serialized_start=127
   _globals['_GETINFORESPONSE']._serialized_end=264
   _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=266
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=342
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=344
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=387
-  _globals['_REFERENCESERVICE']._serialized_start=390
-  _globals['_REFERENCESERVICE']._serialized_end=612
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=357
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=359
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=441
+  _globals['_REFERENCESERVICE']._serialized_start=444
+  _globals['_REFERENCESERVICE']._serialized_end=666
 # @@protoc_insertion_point(module_scope)

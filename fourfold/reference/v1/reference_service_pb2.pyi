@@ -81,6 +81,12 @@ class ComputeLogprobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPERIENCES_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    top_k: _builtins.int
+    """Number k of the likeliest tokens to return at each position, in [0, 64] and at most the vocabulary size; 0 (unset):
+    none. The response has 4 + 8 k bytes for each token, and INVALID_ARGUMENT refuses a request whose response would
+    exceed 8 MiB. Since contract 1.11; an older service ignores it, and returns no top_ids.
+    """
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
         """At least one. Only sample_id, token_ids and temperature are read, and all are required."""
@@ -89,10 +95,11 @@ class ComputeLogprobsRequest(_message.Message):
         self,
         *,
         experiences: _abc.Iterable[_experience_pb2.Experience] | None = ...,
+        top_k: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -105,20 +112,37 @@ class ComputeLogprobsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """n little-endian float32 per sample of n tokens: natural-log probabilities of logits divided by
         the sample's temperature; the first is NaN.
         """
 
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The likeliest tokens in place of each token, given the tokens before it, when top_k = k is above 0: n rows of k
+        little-endian int32 per sample, different ids in [0, vocabulary size), the likeliest first; the first row is 0.
+        Empty when top_k is 0.
+        """
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Their natural-log probabilities at the sample's temperature: n rows of k little-endian float32 per sample, at most
+        0, and finite but for the first row, which is NaN. Empty when top_k is 0.
+        """
+
     def __init__(
         self,
         *,
         logprobs: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

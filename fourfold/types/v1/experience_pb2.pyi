@@ -75,6 +75,8 @@ class Experience(_message.Message):
     SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     TERMS_FIELD_NUMBER: _builtins.int
     SHADOW_SCORE_FIELD_NUMBER: _builtins.int
+    TEACHER_IDS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """1 to 128 characters of [A-Za-z0-9_-], unique in a run; the deduplication key."""
     group_id: _builtins.str
@@ -145,6 +147,15 @@ class Experience(_message.Message):
     """Score of a scorer that is compared with the live one and not trained on; finite. If all samples of a batch have
     one, the trainer reports how similar the gradients of both scores are. Unset: none.
     """
+    teacher_ids: _builtins.bytes
+    """The likeliest tokens of a teacher in place of each token, given the tokens before it: n rows of k little-endian
+    int32, each in [0, vocabulary size); k is the same for all samples of a batch, and at most 64. The first row has no
+    meaning. Empty: none; refused when the recipe's loss is distill, and ignored by any other.
+    """
+    teacher_logprobs: _builtins.bytes
+    """Their natural-log probabilities: n rows of k little-endian float32, at most 0, finite but for the first row.
+    Empty exactly when teacher_ids is.
+    """
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
         """Policy versions of the tokens as consecutive spans; their token_count adds up to n. Empty
@@ -181,10 +192,12 @@ class Experience(_message.Message):
         segment_count: _builtins.int = ...,
         terms: _abc.Iterable[Global___ScoreTerm] | None = ...,
         shadow_score: _builtins.float | None = ...,
+        teacher_ids: _builtins.bytes = ...,
+        teacher_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_shadow_score", b"_shadow_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "baseline_score", b"baseline_score", "score", b"score", "shadow_score", b"shadow_score", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_shadow_score", b"_shadow_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "baseline_score", b"baseline_score", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "segment_count", b"segment_count", "segment_index", b"segment_index", "shadow_score", b"shadow_score", "temperature", b"temperature", "terms", b"terms", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_shadow_score", b"_shadow_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "baseline_score", b"baseline_score", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "segment_count", b"segment_count", "segment_index", b"segment_index", "shadow_score", b"shadow_score", "teacher_ids", b"teacher_ids", "teacher_logprobs", b"teacher_logprobs", "temperature", b"temperature", "terms", b"terms", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "top_k", b"top_k", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__baseline_score: _TypeAlias = _typing.Literal["baseline_score"]  # noqa: Y015
     _WhichOneofArgType__baseline_score: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score"]  # noqa: Y015

@@ -103,13 +103,16 @@ def test_the_likeliest_tokens_are_those_of_the_sorted_distribution(chunk_rows: i
     logs = torch.log_softmax(torch.nn.functional.linear(hidden, weight, offset) / temperatures[:, None], -1).detach()
     wanted, order = logs.sort(1, descending=True)
     logprobs, ids, top = top_logprobs(
-        hidden, weight, offset, targets, temperatures, count=4, softcap=0.0, chunk_rows=chunk_rows
+        hidden, weight, offset, targets, temperatures, count=4, ids_below=37, chunk_rows=chunk_rows
     )
     assert torch.equal(ids, order[:, :4])
     torch.testing.assert_close(top, wanted[:, :4], atol=1e-5, rtol=0)
     torch.testing.assert_close(logprobs, logs.gather(1, targets[:, None]).squeeze(1), atol=1e-5, rtol=0)
-    *_, everything = top_logprobs(hidden, weight, offset, targets, temperatures, count=VOCABULARY)
+    *_, everything = top_logprobs(hidden, weight, offset, targets, temperatures, count=VOCABULARY, ids_below=VOCABULARY)
     torch.testing.assert_close(everything.exp().sum(1), torch.ones(ROWS), atol=1e-5, rtol=0)
+    _, low, some = top_logprobs(hidden, weight, offset, targets, temperatures, count=4, ids_below=5)
+    assert int(low.max()) < 5
+    torch.testing.assert_close(some, logs[:, :5].sort(1, descending=True)[0][:, :4], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("chunk_rows", [0, 2])

@@ -9,6 +9,7 @@ import pytest
 
 from fourfold.arrays import EMPTY_FLOATS
 from fourfold.sample.columns import Samples, SamplesBuilder
+from fourfold.sample.wire import decode, encode
 from tests.unit.sample import made
 from tests.unit.sample.test_committed_bytes import same
 
@@ -59,3 +60,14 @@ def test_values_are_replaced_for_all_samples() -> None:
 def test_no_samples_are_columns_too() -> None:
     samples = SamplesBuilder().build()
     assert len(samples) == 0 and list(samples) == [] and samples.lengths.tolist() == []
+
+
+def test_rows_of_a_teacher_pass_through_messages_and_columns() -> None:
+    one, bare = made.plain(), made.full()
+    ids = np.arange(21, dtype=np.int32).reshape(7, 3)
+    taught = replace(one, teacher_ids=ids, teacher_logprobs=-ids.astype(np.float32))
+    read = decode(encode(taught), vocabulary_size=made.VOCABULARY, max_tokens=made.MAX_TOKENS)
+    assert np.array_equal(read.teacher_ids, ids) and np.array_equal(read.teacher_logprobs, -ids)
+    samples = Samples.of([bare, read, bare])
+    assert np.array_equal(samples[1].teacher_ids, ids) and np.array_equal(samples[1].teacher_logprobs, -ids)
+    assert not len(samples[0].teacher_ids) and not len(samples.values["teacher_logprobs"][2])

@@ -47,6 +47,13 @@ def floats(*values: float) -> bytes:
     return np.array(values, "<f4").tobytes()
 
 
+def teach(ids: bytes, logprobs: bytes) -> Callable[[pb.Experience], None]:
+    def change(message: pb.Experience) -> None:
+        message.teacher_ids, message.teacher_logprobs = ids, logprobs
+
+    return change
+
+
 NAN = float("nan")
 BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
     ("id", lambda m: setattr(m, "sample_id", "a b"), "sample_id is 'a b'; it must be 1 to 128 characters"),
@@ -115,6 +122,31 @@ BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
     ("no version", lambda m: setattr(m.version_spans[1], "policy_version", -1), "-1 exactly where action_mask is 0"),
     ("no end", lambda m: m.ClearField("end_reason"), "end_reason is 0; it must be TERMINATED or TRUNCATED"),
     ("score", lambda m: setattr(m, "score", NAN), "score is nan; it must be finite"),
+    (
+        "teacher width",
+        lambda m: setattr(m, "teacher_ids", bytes(36)),
+        "teacher_ids has 36 bytes and teacher_logprobs 0",
+    ),
+    (
+        "teacher above 64",
+        teach(bytes(32 * 65), bytes(32 * 65)),
+        "8 tokens need 32 for each likely token, of which there are 1 to 64",
+    ),
+    (
+        "teacher alone",
+        lambda m: setattr(m, "teacher_logprobs", bytes(64)),
+        "teacher_ids has 0 bytes and teacher_logpro",
+    ),
+    (
+        "teacher above 0",
+        teach(bytes(32), floats(*[0.5] * 8)),
+        "teacher_logprobs must be finite and at most 0",
+    ),
+    (
+        "teacher vocabulary",
+        teach(codec.pack_ints([5000] * 8), bytes(32)),
+        "teacher_ids has an id outside of the vocabulary [0, 1000)",
+    ),
     ("reference length", lambda m: setattr(m, "reference_logprobs", b"\0" * 4), "reference_logprobs has 4 bytes"),
     (
         "reference nan",

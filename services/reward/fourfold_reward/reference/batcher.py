@@ -20,11 +20,11 @@ from typing import Final
 
 import torch
 
-from fourfold.arrays import Float32Array, Int32Array
+from fourfold.arrays import Int32Array
 from fourfold.errors import WrongState
 from fourfold.host.timing import Histogram
 from fourfold.nn.gpu_errors import explain_out_of_memory, is_fatal
-from fourfold_reward.reference.model import ReferenceModel, Stopped
+from fourfold_reward.reference.model import ReferenceModel, SampleRows, Stopped
 
 _log = logging.getLogger(__name__)
 # Many passes per batch waste little on the last, partly filled pass. Few passes keep the wait for a response short.
@@ -36,7 +36,8 @@ _NEWEST_WEIGHT: Final = 0.2
 class _Call:
     token_ids: Sequence[Int32Array]
     temperatures: Sequence[float]
-    rows: asyncio.Future[list[Float32Array]]  # cancelled when the client disconnects
+    top_k: int
+    rows: asyncio.Future[list[SampleRows]]  # cancelled when the client disconnects
 
 
 class DynamicBatcher:
@@ -60,15 +61,16 @@ class DynamicBatcher:
         return len(self._waiting)
 
     async def logprobs(
-        self, model: ReferenceModel, token_ids: Sequence[Int32Array], temperatures: Sequence[float]
-    ) -> list[Float32Array]:
-        """Return the result of `model.logprobs` for the samples of one call.
+        self, model: ReferenceModel, token_ids: Sequence[Int32Array], temperatures: Sequence[float], *, top_k: int = 0
+    ) -> list[SampleRows]:
+        """Return the result of `model.logprobs` for the samples of one call, which may have more likely tokens.
 
         Raises:
             Stopped: `closing` was set, or no pass is possible any more.
             WrongState: the GPU has no memory for a pass.
         """
-        call = _Call(token_ids=token_ids, temperatures=temperatures, rows=asyncio.get_running_loop().create_future())
+        rows = asyncio.get_running_loop().create_future()
+        call = _Call(token_ids=token_ids, temperatures=temperatures, top_k=top_k, rows=rows)
         self._waiting.append(call)
         if self._task is None:
             self._task = asyncio.create_task(self._run(model))
@@ -119,13 +121,14 @@ class DynamicBatcher:
             self._waiting.popleft()
         return batch
 
-    def _compute(self, model: ReferenceModel, calls: Sequence[_Call]) -> list[list[Float32Array]]:
+    def _compute(self, model: ReferenceModel, calls: Sequence[_Call]) -> list[list[SampleRows]]:
         """Return the rows of each call. Runs in the thread."""
         started = time.monotonic()
         rows = iter(
             model.logprobs(
                 [ids for call in calls for ids in call.token_ids],
                 [temperature for call in calls for temperature in call.temperatures],
+                top_k=max(call.top_k for call in calls),
                 stopped=lambda: self.closing.is_set() or all(call.rows.cancelled() for call in calls),
             )
         )

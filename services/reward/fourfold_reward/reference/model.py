@@ -7,6 +7,7 @@ numbers in both services.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,21 @@ class Stopped(Exception):
     """`ReferenceModel.logprobs` stopped because its `stopped` function returned True."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRows:
+    """The results for a sample of n tokens; the first row of each array is that of no prediction."""
+
+    logprobs: Float32Array  # [n], natural logarithms; the first is NaN
+    top_ids: Int32Array  # [n, top_k], the likeliest tokens, first the likeliest; the first row is 0
+    top_logprobs: Float32Array  # [n, top_k]; the first row is NaN
+
+    @classmethod
+    def of(cls, count: int, top_k: int = 0) -> SampleRows:
+        """Return rows of `count` tokens to be filled."""
+        values = np.full(count, np.nan, np.float32), np.full((count, top_k), np.nan, np.float32)
+        return cls(values[0], np.zeros((count, top_k), np.int32), values[1])
+
+
 class ReferenceModel:
     """A frozen model, for one call at a time."""
 
@@ -36,6 +52,7 @@ class ReferenceModel:
         self._device = device
         self.tokens_per_batch = tokens_per_batch  # most tokens in one forward pass
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
+        self.ids_below = self.vocabulary_size  # likely tokens have lower ids; that of a smaller embedding, if it is set
 
     @classmethod
     def load(
@@ -92,22 +109,24 @@ class ReferenceModel:
         token_ids: Sequence[Int32Array],
         temperatures: Sequence[float],
         *,
+        top_k: int = 0,
         stopped: Callable[[], bool] = lambda: False,
-    ) -> list[Float32Array]:
+    ) -> list[SampleRows]:
         """Compute the log-probability of each token given those before it. Blocks.
 
         Args:
             token_ids: int32 [n] per sample, 2 <= n <= tokens_per_batch, valid ids.
             temperatures: divisor of the logits per sample, above 0.
+            top_k: number of the likeliest tokens to return at each position, at most the vocabulary size.
             stopped: called before each forward pass.
 
         Returns:
-            float32 [n] per sample, in the order given: natural logarithms; the first is NaN.
+            One per sample, in the order given.
 
         Raises:
             Stopped: `stopped` returned True.
         """
-        results = [np.full(len(ids), np.nan, np.float32) for ids in token_ids]
+        results = [SampleRows.of(len(ids), top_k) for ids in token_ids]
         finish: Callable[[], None] | None = None
         for indices in split_by_tokens([len(ids) for ids in token_ids], max_tokens=self.tokens_per_batch):
             if stopped():
@@ -115,9 +134,12 @@ class ReferenceModel:
             ids = [token_ids[i] for i in indices]
             batch = pack(ids, [np.arange(1, len(i)) for i in ids], [temperatures[i] for i in indices])
             with torch.inference_mode():
-                logprobs, _ = self._model(**forward.batch_arguments(batch, self._device))
+                if top_k:
+                    found = forward.top(self._model, batch, self._device, count=top_k, ids_below=self.ids_below)
+                else:
+                    found = self._model(**forward.batch_arguments(batch, self._device))[:1]
             # The GPU computes this pass while the host waits for the one before.
-            finish_previous, finish = finish, _start_copy([results[i] for i in indices], logprobs)
+            finish_previous, finish = finish, _start_copy([results[i] for i in indices], found)
             if finish_previous is not None:
                 finish_previous()
         if finish is not None:
@@ -125,24 +147,27 @@ class ReferenceModel:
         return results
 
 
-def _start_copy(rows: Sequence[Float32Array], logprobs: Tensor) -> Callable[[], None]:
-    """Start the copy of `logprobs`, float32 [sum(n - 1)], to the host.
+def _start_copy(rows: Sequence[SampleRows], columns: Sequence[Tensor]) -> Callable[[], None]:
+    """Start the copy of columns, [sum(n - 1)] or [sum(n - 1), top_k] each, to the host.
 
     Returns:
-        A function that waits for the copy and fills the `rows`, float32 [n] each.
+        A function that waits for the copy and fills the `rows`, whose fields are in the order of the columns.
     """
-    host, event = logprobs, None
-    if logprobs.device.type == "cuda":
-        host = torch.empty_like(logprobs, device="cpu", pin_memory=True)  # other memory makes the copy synchronous
-        host.copy_(logprobs, non_blocking=True)
+    hosts, event = list(columns), None
+    if columns[0].device.type == "cuda":
+        # Other memory makes a copy synchronous.
+        hosts = [torch.empty_like(column, device="cpu", pin_memory=True) for column in columns]
+        for host, column in zip(hosts, columns, strict=True):
+            host.copy_(column, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
 
     def finish() -> None:
         if event is not None:
             event.synchronize()
-        ends = np.cumsum([len(row) - 1 for row in rows])
-        for row, values in zip(rows, np.split(host.numpy(), ends[:-1]), strict=True):
-            row[1:] = values
+        ends = np.cumsum([len(row.logprobs) - 1 for row in rows])
+        for host, name in zip(hosts, SampleRows.__slots__, strict=False):
+            for row, values in zip(rows, np.split(host.numpy(), ends[:-1]), strict=True):
+                getattr(row, name)[1:] = values
 
     return finish

@@ -15,8 +15,8 @@ from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
-from fourfold.rpc.codec import check_id, pack_floats
-from fourfold.sample.wire import decode_token_ids
+from fourfold.rpc.codec import check_id, pack_floats, pack_ints
+from fourfold.sample.wire import MAX_TEACHER_TOKENS, decode_token_ids
 from fourfold_reward.reference.batcher import DynamicBatcher
 from fourfold_reward.reference.model import ReferenceModel, Stopped
 
@@ -84,13 +84,19 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
         self._calls += 1
         self._waiting_bytes += size
         try:
-            rows = await self.batcher.logprobs(model, token_ids, [e.temperature for e in request.experiences])
+            temperatures, top_k = [e.temperature for e in request.experiences], request.top_k
+            rows = await self.batcher.logprobs(model, token_ids, temperatures, top_k=top_k)
         except Stopped:
             raise Unavailable("the reference service is stopping; try another one") from None
         finally:
             self._calls -= 1
             self._waiting_bytes -= size
-        return pb.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])
+        # The calls of a batch share the largest top_k, so that a row may have more.
+        return pb.ComputeLogprobsResponse(
+            logprobs=[pack_floats(row.logprobs) for row in rows],
+            top_ids=[pack_ints(row.top_ids[:, :top_k]) for row in rows if top_k],
+            top_logprobs=[pack_floats(row.top_logprobs[:, :top_k]) for row in rows if top_k],
+        )
 
     def _ready_model(self) -> ReferenceModel:
         if self._model is None:
@@ -113,4 +119,12 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
             if not 0 < experience.temperature <= 2:
                 raise InvalidInput(f"sample {sample_id}: temperature is {experience.temperature}; it must be in (0, 2]")
             token_ids.append(decode_token_ids(experience, **limits))
+        top_k, tokens, most = request.top_k, sum(map(len, token_ids)), min(MAX_TEACHER_TOKENS, model.ids_below)
+        if not 0 <= top_k <= most:
+            raise InvalidInput(f"top_k is {top_k}; it must be in [0, {most}]")
+        if top_k and (size := tokens * (4 + 8 * top_k)) > MAX_REQUEST_BYTES:
+            raise InvalidInput(
+                f"the response to {tokens} tokens with top_k = {top_k} has {size} bytes; at most {MAX_REQUEST_BYTES} "
+                f"fit: split the request"
+            )
         return token_ids

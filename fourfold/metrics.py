@@ -70,6 +70,7 @@ KL_LOSS: Final = "kl/loss"
 REFERENCE_KL: Final = "kl/ref"
 REWARD_KL: Final = "kl/reward"
 TEACHER_KL: Final = "distill/kl"
+TEACHER_MASS: Final = "distill/mass"
 KL_CLAMPED: Final = "kl/clamped_fraction"
 KL_COEF: Final = "kl/coef"
 ADVANTAGE_MEAN: Final = "advantage/mean"
@@ -239,7 +240,9 @@ METRICS: Final[dict[str, str]] = {
     KL_LOSS: "nats: KL term of the loss without its coefficient; mean over the updates of the step",
     REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over the tokens of the updates",
     REWARD_KL: "nats per token: KL estimate that is subtracted from the rewards, without its coefficient",
-    TEACHER_KL: "nats per token: mean of o - f, an estimate of the KL divergence to the teacher before the step",
+    TEACHER_KL: "nats per token: mean of o - f, an estimate of the KL divergence to the teacher before the step; with "
+    "loss.kind = `distill`, mean divergence over the tokens of the updates, without weights",
+    TEACHER_MASS: "share in [0, 1]: mean probability of the loss's top_k tokens under the teacher",
     KL_CLAMPED: "share in [0, 1]: tokens of the updates whose KL term of the loss is at its bound, and without a "
     "gradient unless algorithm.kl has importance_weighted or k3_max = 0",
     KL_COEF: "coefficient of the KL term in this step",

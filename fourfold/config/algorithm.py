@@ -295,7 +295,8 @@ class AlgorithmConfig(Table):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     sft_coef: float = Field(default=0.0, ge=0)
-    """Weight of the mean negative log-likelihood of the preferred answers' tokens, beside a loss of pairs."""
+    """Weight of the mean negative log-likelihood of the preferred answers' tokens, beside a loss of pairs; or of all
+    tokens of the loss, beside `distill`."""
     kl: KlConfig = KlConfig()
     correction: CorrectionConfig = CorrectionConfig()
     shaping: ShapingConfig = ShapingConfig()
@@ -349,10 +350,10 @@ class AlgorithmConfig(Table):
 
     def _check_units(self) -> None:
         loss = self.loss
-        if self.sft_coef and loss.reads != "pairs":
+        if self.sft_coef and loss.reads != "pairs" and not loss.teacher_tokens:
             raise ValueError(
-                f"sft_coef = {self.sft_coef:g} weighs the preferred answers of pairs, but loss.kind = `{loss.kind}` "
-                f"reads {loss.reads}; remove it, or use a loss of pairs, such as `dpo`"
+                f"sft_coef = {self.sft_coef:g} weighs the preferred answers of pairs, or answers beside a teacher, but "
+                f"loss.kind = `{loss.kind}` reads {loss.reads}; remove it, or use a loss of pairs, such as `dpo`"
             )
         if not loss.of_answers:
             return

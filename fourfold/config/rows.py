@@ -22,6 +22,8 @@ ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "pretrain": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
     # arXiv 2508.05629.
     "dft": {"advantage": {"kind": "constant"}, "loss": {"kind": "dft"}},
+    # A teacher's likeliest tokens at each position of the answers: arXiv 2306.13649, and 1503.02531 for beta = 0.
+    "distill": {"advantage": {"kind": "constant"}, "loss": {"kind": "distill"}},
     # A reward model, from pairs. arXiv 2203.02155; the twins have the same defaults.
     "reward-model": {"loss": {"kind": "bradley-terry"}},
     "openrlhf-rm": {"loss": {"kind": "bradley-terry"}},
@@ -48,7 +50,7 @@ ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "trl-kto": {"loss": {"kind": "kto"}},
 }
 """The presets of runs of rows, as `PRESETS`."""
-ROW_LOSSES: Final = ("nll", "dft")
+ROW_LOSSES: Final = ("nll", "dft", "distill")
 """Losses of the tokens that data has; those of whole answers train on rows, too."""
 _NO_ENGINE: Final = "no engine samples"
 _NO_UPDATE: Final = "no engine gets new weights"
@@ -60,7 +62,8 @@ _UNREAD_TABLES: Final = {
     "weights": _NO_UPDATE,
     "asynchrony": _NO_UPDATE,
     "reward": "no answer is scored",
-    "reference": "a reference is the model that training begins with, and the trainer computes it before step 1",
+    "reference": "a reference is the model that training begins with, and the trainer computes it before step 1; a "
+    "teacher is read by the loss `distill` alone",
     "agents": _NO_AGENT,
     "gateway": _NO_AGENT,
     "environment": _NO_AGENT,
@@ -254,6 +257,8 @@ def _check_unread(config: Config) -> None:
     ):
         fields = type(table).model_fields
         for key, reason in unread.items():
+            if key == "reference" and config.needs_reference:
+                continue
             value, default = getattr(table, key), fields[key].get_default()
             if value != default:
                 raise ValueError(
@@ -290,9 +295,9 @@ def check_no_rows(config: Config) -> None:
             f'algorithm.preset = "{config.algorithm.preset}" trains on the answers of the data; set '
             f"batch.rows_per_step in place of prompts_per_step and group_size"
         )
-    if (loss := config.algorithm.loss).trains == "scores":
+    if (loss := config.algorithm.loss).trains == "scores" or loss.teacher_tokens:
         raise ValueError(
-            f"algorithm.loss.kind = `{loss.kind}` trains a reward model on {loss.reads} of the data; set "
+            f"algorithm.loss.kind = `{loss.kind}` trains on rows of the data, not on samples; set "
             f"batch.rows_per_step in place of prompts_per_step and group_size"
         )
     for key, field in RowKeys.model_fields.items():

@@ -69,6 +69,7 @@ def _check_lengths(config: Config) -> None:
             )
 
     token_bytes = _TOKEN_BYTES + (_REFERENCE_BYTES if config.needs_reference or config.prepares_reference else 0)
+    token_bytes += 2 * _REFERENCE_BYTES * config.algorithm.loss.teacher_tokens  # id and log-probability of each
     most = (TRAIN_MESSAGE_BYTES - _SAMPLE_BYTES) // token_bytes
     if context > most:
         raise ValueError(
@@ -95,7 +96,11 @@ def _check_reference(config: Config) -> None:
     if source and not config.needs_reference:
         raise ValueError(
             f"reference.source = {source!r} has no effect: no term of the loss reads a reference; remove it, or set "
-            f"algorithm.kl.coef, or algorithm.preset = `on-policy-distill`"
+            f"algorithm.kl.coef, or algorithm.preset = `distill` or `on-policy-distill`"
+        )
+    if algorithm.loss.teacher_tokens and not source:
+        raise ValueError(
+            f"algorithm.loss.kind = `{algorithm.loss.kind}` learns from a teacher; set reference.source to its model"
         )
     if not algorithm.distills:
         return

@@ -284,8 +284,8 @@ class ReferenceConfig(Table):
     reference."""
 
     source: str = ""
-    """Model of the reference, as `model.source`, with the same vocabulary: the teacher of `distillation`. Empty: the
-    model that training begins with."""
+    """Model of the reference, as `model.source`, with the same vocabulary: the teacher of the advantage `distillation`
+    and of the loss `distill`. Empty: the model that training begins with."""
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -561,8 +561,9 @@ class Config(Table):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the run has reference services: rows are compared with what the trainer computed before step 1."""
-        return self.needs_engines and self.algorithm.needs_reference
+        """True if the run has reference services: a teacher's, or with engines. Rows without a teacher are compared
+        with what the trainer computed before step 1."""
+        return (self.needs_engines and self.algorithm.needs_reference) or self.algorithm.loss.teacher_tokens > 0
 
     @property
     def prepares_reference(self) -> bool:

@@ -25,7 +25,7 @@ class TokenBatch:
     token_ids: Int32Array  # [t], all samples one after another
     lengths: Int32Array  # [s], tokens of each sample, each at least 1; their sum is t
     rows: Int64Array  # [k], indices of the [t] hidden states that predict `targets`
-    targets: Int32Array  # [k], token ids
+    targets: Int32Array  # [k], token ids; or [k, m]: the first is the token, the others differ from each other
     temperatures: Float32Array  # [k], the logits are divided by these
 
     @property

@@ -92,7 +92,7 @@ def _legend(config: Config) -> str:
     names = ["o before the step"] if config.algorithm.loss.compares_with_old else []
     if config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag:
         names.append("u in its engine")
-    if config.needs_reference or config.prepares_reference:
+    if config.algorithm.needs_reference:
         names.append("f under the reference")
     ratio = "; ratio = exp(p - o)" if "ratio" in _formula(config.algorithm.loss) else ""
     of_data = config.algorithm.loss.of_answers or not config.needs_engines
@@ -163,6 +163,8 @@ def _total(config: Config) -> str:
         terms.append(f"+ {_kl_term(algorithm.kl, 'p')}{weight}")
     if algorithm.entropy_coef:
         terms.append(f"- {algorithm.entropy_coef:g} entropy")
+    if algorithm.sft_coef:
+        terms.append(f"- {factor(algorithm.sft_coef)}A p")
     text = aggregation.FORMULAS[algorithm.aggregation].format(
         term=" ".join(terms), length=config.sampling.max_new_tokens
     )

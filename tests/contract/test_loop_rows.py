@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,20 +18,27 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.errors import ConfigError, Unavailable
+from fourfold.errors import ConfigError, PeerFault, Unavailable
+from fourfold.model import folder as model_folder
 from fourfold.plan.preflight import Preflight
+from fourfold.reference.top_tokens import read_top
+from fourfold.reference.v1.reference_service_pb2 import ComputeLogprobsResponse
+from fourfold.rpc.codec import pack_floats, pack_ints
+from fourfold.rpc.responses import ResponseCheck
 from fourfold.sample import Sample
 from fourfold.tracing import spans
 from fourfold.tracing.spans import Span
 from fourfold.trainer.client import AsyncTrainerClient, train_step_ahead
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
+from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_coordinator.cli import run
 from fourfold_coordinator.cli.summary import report_lines
 from fourfold_coordinator.launch.fleet import services_of
 from fourfold_coordinator.rewards.data_check import check_data
 from fourfold_coordinator.rows.row_source import RowBatch, RowSource
 from tests.fakes.stage import Stage, hang_in_step, successor, until
-from tests.fakes.toy import Member, make_config, toy_logprobs
+from tests.fakes.toy import VOCABULARY, Member, make_config, toy_logprobs, write_model
+from tests.fakes.toy_scorers import FakeReference
 from tests.fakes.toy_trainer import FakeTrainer
 
 ROWS = 10
@@ -41,7 +49,7 @@ def row_config(root: Path, *, steps: int = 6, preset: str = "sft", **data: Any) 
     tables = make_config(root).model_dump(include={"name", "seed", "model", "checkpoint", "retry"})
     path = root / "rows.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": f"{n} * {n} =", "completion": f" {n * n}"} for n in range(ROWS)]
-    for n, row in enumerate(rows if preset != "sft" else []):
+    for n, row in enumerate(rows if preset not in ("sft", "distill") else []):
         row |= {"label": n % 2} if preset == "kto" else {"chosen": row.pop("completion"), "rejected": f" about {n}"}
     path.write_text("\n".join(map(json.dumps, rows)))
     return Config.model_validate(
@@ -50,7 +58,8 @@ def row_config(root: Path, *, steps: int = 6, preset: str = "sft", **data: Any) 
             "steps": steps,
             "data": {"train": {"path": str(path)}, "passes": 2.0, "chat": False, "cache": str(root / "tokens"), **data},
             "batch": {"rows_per_step": 4, "tokens_per_micro_batch": 256},
-            "algorithm": {"preset": preset},
+            "algorithm": {"preset": preset, **({"loss": {"top_k": 2}} if preset == "distill" else {})},
+            "reference": {"source": str(write_model(root / "teacher"))} if preset == "distill" else {},
         }
     )
 
@@ -73,7 +82,7 @@ class RowStage(Stage):
 
     @property
     def members(self) -> list[Member]:
-        return [self.trainer]
+        return [self.trainer, *self.others]
 
 
 @pytest.fixture
@@ -468,3 +477,66 @@ def test_the_check_of_the_data_refuses_long_pairs_and_equal_labels(tmp_path: Pat
 def test_the_launcher_starts_the_trainer_alone(tmp_path: Path, manual: bool) -> None:
     names: Sequence[str] = [service.name for service in services_of(row_config(tmp_path), manual=manual)]
     assert names == ([] if manual else ["trainer-0"])
+
+
+@pytest.fixture
+def teacher_stage(make_rows: Callable[..., RowStage], monkeypatch: pytest.MonkeyPatch) -> RowStage:
+    """Return a run that learns from a teacher, whose service is in `others`."""
+    stage = make_rows(preset="distill")
+    stage.others = [FakeReference("reference-0", stage.config)]
+    monkeypatch.setattr(model_folder, "shape", lambda _source: SimpleNamespace(vocabulary=VOCABULARY))
+    return stage
+
+
+async def test_rows_get_the_tokens_of_a_teacher_one_step_ahead(teacher_stage: RowStage) -> None:
+    (teacher,) = teacher_stage.others
+    assert isinstance(teacher, FakeReference)
+    assert [spec.name for spec in services_of(teacher_stage.config)] == ["trainer-0", "reference-0"]
+    await teacher_stage.start()
+    assert await teacher_stage.finish() == 0
+    assert list(map(len, tokens(teacher_stage.batches))) == [4, 4, 2, 4, 4, 2]
+    for sample in (sample for batch in teacher_stage.batches.values() for sample in batch):
+        assert sample.teacher_ids.tolist() == [[0, 1]] * len(sample.token_ids)
+        assert sample.teacher_logprobs.tolist() == [[-1, -2]] * len(sample.token_ids)
+    assert len(teacher.asked) == len(set(teacher.asked)) == 20, "each row once per pass"
+    assert len(teacher_stage.lines("metrics.jsonl")) == 6
+
+
+@pytest.mark.parametrize(
+    ("top", "rule"),
+    [
+        (lambda n, k: (np.full((n, k), 3), np.full((n, k), -1.0)), "have an id twice in a row; they must be different"),
+        (lambda n, k: (np.tile([0, VOCABULARY], (n, 1)), np.full((n, k), -1.0)), "have an id outside the vocabulary"),
+        (lambda n, k: (np.tile([0, -1], (n, 1)), np.full((n, k), -1.0)), "have an id outside the vocabulary"),
+        (lambda n, k: (np.tile([0, 1], (n, 1)), np.full((n, k), np.nan)), "are not finite and at most 0"),
+        (lambda n, k: (np.tile([0, 1], (n, 1)), np.full((n, k), 0.5)), "are not finite and at most 0"),
+        (lambda n, k: (np.tile([0, 1], (n, 1)), np.tile([-3.0, -1.0], (n, 1))), "do not descend; the likeliest token"),
+        (lambda n, k: (np.tile([0, 1], (n, 1)), np.full((n, k), -0.1)), "probabilities that add up to 1.8097"),
+        (lambda n, k: (np.zeros((n, 3)), np.zeros((n, 3))), "they need"),
+    ],
+)
+def test_a_wrong_response_of_a_teacher_is_a_fault_of_it_by_name(top: Callable[..., Any], rule: str) -> None:
+    asked = [Experience(sample_id="s0", token_ids=pack_ints([1, 2, 3]))]
+    ids, logprobs = top(3, 2)
+    check, limits = (
+        ResponseCheck("reference-0 at there", "ComputeLogprobs"),
+        {"top_k": 2, "vocabulary_size": VOCABULARY},
+    )
+    answer = ComputeLogprobsResponse(top_ids=[pack_ints(ids)], top_logprobs=[pack_floats(logprobs)])
+    with pytest.raises(PeerFault, match=f"reference-0 at there.*{rule}"):
+        read_top(answer, asked, check, **limits)
+    with pytest.raises(
+        PeerFault, match=r"answered 0 rows of top_ids for 1 samples; a service older than contract 1.11"
+    ):
+        read_top(ComputeLogprobsResponse(), asked, check, **limits)
+
+
+async def test_a_teacher_that_answers_wrong_ends_the_run_with_its_name(
+    teacher_stage: RowStage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (teacher,) = teacher_stage.others
+    assert isinstance(teacher, FakeReference)
+    teacher.top = lambda count, k: (np.zeros((count, k)), np.full((count, k), -1.0))
+    await teacher_stage.start()
+    assert await teacher_stage.finish() == 1
+    assert re.search(r"reference-0.*an id twice in a row", capsys.readouterr().err)

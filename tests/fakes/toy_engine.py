@@ -40,7 +40,7 @@ class Toy:
     ) -> tuple[Tensor, Tensor | None]:
         temperatures = torch.from_numpy(batch.temperatures).double()
         rows = torch.log_softmax(self.table[None] / temperatures[:, None], 1)
-        picked = rows.gather(1, torch.from_numpy(batch.targets).long()[:, None]).squeeze(1)
+        picked = rows.gather(1, torch.from_numpy(batch.targets).long().view(len(rows), -1)).squeeze(1)
         if energy:
             return picked, 1 - 2 * picked.exp() + rows.exp().square().sum(1)
         return picked, -(rows.exp() * rows).sum(1) if entropy else None

@@ -13,7 +13,7 @@ from fourfold.reference.v1 import reference_service_pb2 as reference
 from fourfold.reference.v1 import reference_service_pb2_grpc as reference_grpc
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
-from fourfold.rpc.codec import pack_floats
+from fourfold.rpc.codec import pack_floats, pack_ints
 from tests.fakes.toy import Context, Member, Services, toy_logprobs
 
 
@@ -60,6 +60,10 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
         return reward.SampleScore(sample_id=item.experience.sample_id, score=right)
 
 
+def likely_tokens(count: int, k: int) -> tuple[Any, Any]:
+    return np.tile(np.arange(k), (count, 1)), np.tile(-1.0 - np.arange(k), (count, 1))
+
+
 class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
     """Returns log-probabilities of the toy policy before training."""
 
@@ -69,6 +73,8 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
         super().__init__(member_id, config)
         self.asked: list[str] = []
         """Ids of the samples in all calls."""
+        self.top: Callable[[int, int], tuple[Any, Any]] = likely_tokens
+        """Returns ids and log-probabilities of the k likeliest tokens in place of each of `count` tokens."""
 
     def services(self) -> Services:
         service = reference.DESCRIPTOR.services_by_name["ReferenceService"]
@@ -82,4 +88,9 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
     ) -> reference.ComputeLogprobsResponse:
         self.asked += [e.sample_id for e in request.experiences]
         rows = [toy_logprobs(0, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
-        return reference.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])
+        answer = reference.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])
+        for row in rows if request.top_k else []:
+            ids, logprobs = self.top(len(row), request.top_k)
+            answer.top_ids.append(pack_ints(ids))
+            answer.top_logprobs.append(pack_floats(logprobs))
+        return answer

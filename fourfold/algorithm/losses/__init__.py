@@ -8,6 +8,7 @@ from fourfold.algorithm.losses.base import PolicyLoss as PolicyLoss
 from fourfold.algorithm.losses.base import TokenLoss as TokenLoss
 from fourfold.algorithm.losses.bradley_terry import BradleyTerryLoss as BradleyTerryLoss
 from fourfold.algorithm.losses.cispo import CispoLoss as CispoLoss
+from fourfold.algorithm.losses.distill import DistillLoss as DistillLoss
 from fourfold.algorithm.losses.dpo import DpoLoss as DpoLoss
 from fourfold.algorithm.losses.dppo import DppoLoss as DppoLoss
 from fourfold.algorithm.losses.gmpo import GmpoLoss as GmpoLoss

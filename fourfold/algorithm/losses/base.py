@@ -50,6 +50,11 @@ class LossInputs:
     advantages: Tensor  # A, [k]
     segments: Tensor  # int64 [k]: trajectory of each token, 0 to segment_count - 1
     segment_count: int
+    top_logprobs: Tensor | None = None
+    """Current log-probabilities of the teacher's likeliest tokens in place of each token, [k, `teacher_tokens`]; they
+    carry the gradient, too. None: the loss reads no teacher."""
+    teacher_logprobs: Tensor | None = None
+    """Those of the teacher, [k, `teacher_tokens`]."""
 
     def __post_init__(self) -> None:
         for name in ("old_logprobs", "behavior_logprobs", "advantages"):
@@ -103,6 +108,11 @@ class Loss(Definition):
     def of_answers(self) -> bool:
         """True for a loss of whole answers (`SampleLoss`), which reads no advantages."""
         return self.reads != "trajectories"
+
+    @property
+    def teacher_tokens(self) -> int:
+        """Number of a teacher's likeliest tokens that the loss reads in place of each token; 0: it reads no teacher."""
+        return 0
 
     @property
     def tail_weight(self) -> float:

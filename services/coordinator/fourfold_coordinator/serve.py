@@ -101,6 +101,7 @@ from .training.producer import GroupProducer
 from .training.row_feed import RowFeed
 from .training.service_calls import ServiceCalls
 from .training.standstill import StandstillMonitor
+from .training.teacher import Teacher
 from .weights.broker import WeightBroker
 from .weights.loaded_model import LoadedModel
 from .weights.no_engines import NoEngines
@@ -360,7 +361,11 @@ class Coordinator:
         scored: Scored = "" if loss.trains == "policy" else "steps" if loss.reads == "steps" else "answers"
         evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout, scored=scored)
         reference = PreparedReference(context, rows.train) if self._config.prepares_reference else None
-        return TrainingLoop(context, RowFeed(rows.train, reference), recipe, history, evaluator)
+        teacher = None
+        if self._config.algorithm.loss.teacher_tokens:
+            vocabulary = model_folder.shape(self._config.model.source).vocabulary
+            teacher = Teacher(context.service_calls, self._config, vocabulary_size=vocabulary)
+        return TrainingLoop(context, RowFeed(rows.train, reference, teacher), recipe, history, evaluator)
 
     def _evaluator(self, context: RunContext) -> Evaluator:
         return Evaluator(

@@ -6,7 +6,7 @@ k   loss tokens of a micro-batch, or target tokens where there is no loss
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -36,6 +36,8 @@ class PolicyBatch:
     behavior_logprobs: Float32Array  # [k], or [0] where no engine sampled the tokens
     old_logprobs: Float32Array  # [k], or [0] before the first update, when they equal the current ones
     reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
+    teacher_logprobs: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)
+    """[k, m - 1], of the other targets of `tokens`; or [0] where the loss reads no teacher."""
 
     @property
     def is_dummy(self) -> bool:
@@ -85,10 +87,19 @@ def dummy_tokens() -> TokenBatch:
     return pack([np.zeros(2, np.int32)], [np.ones(1, np.int64)], [1.0])
 
 
-def dummy_policy_batch(*, with_old: bool, with_reference: bool, with_behavior: bool = True) -> PolicyBatch:
+def with_targets(tokens: TokenBatch, ids: Int32Array) -> TokenBatch:
+    """Return a batch that asks for more ids, [k, m], at each of its rows."""
+    return replace(tokens, targets=np.concatenate([tokens.targets[:, None], ids], axis=1))
+
+
+def dummy_policy_batch(
+    *, with_old: bool, with_reference: bool, with_behavior: bool = True, teacher_tokens: int = 0
+) -> PolicyBatch:
     """Return a dummy with the columns of the real batches."""
+    tokens, ids = dummy_tokens(), np.zeros((1, teacher_tokens), np.int32)
     return PolicyBatch(
-        tokens=dummy_tokens(),
+        tokens=with_targets(tokens, ids) if teacher_tokens else tokens,
+        teacher_logprobs=ids.astype(np.float32) if teacher_tokens else EMPTY_FLOATS,
         trajectories=np.zeros(1, np.int32),
         weights=_ZERO,
         advantages=_ZERO,

@@ -42,8 +42,9 @@ def refused(folder: Path, assignments: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("preset", ROW_PRESETS)
 def test_a_run_of_rows_needs_no_engine_and_no_scorer(tmp_path: Path, preset: str) -> None:
-    found = load(tmp_path, f"algorithm.preset={preset}")
-    assert not found.needs_engines and not found.needs_scorer and not found.needs_reference
+    teacher = preset == "distill"
+    found = load(tmp_path, f"algorithm.preset={preset}", *["reference.source=teacher"] * teacher)
+    assert not found.needs_engines and not found.needs_scorer and found.needs_reference == teacher
     assert found.batch.samples_per_step == 8
     assert config.from_tables(tomllib.loads(config.dump(found)), source="dump") == found
 
@@ -112,6 +113,13 @@ def test_labelled_steps_have_keys_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "assignment", "message"),
     [
+        ("distill", "data.passes=1", "algorithm.loss.kind = `distill` learns from a teacher; set reference.source to"),
+        ("sft", "reference.source=m", "a teacher is read by the loss `distill` alone; remove it"),
+        (
+            "sft",
+            "algorithm.sft_coef=0.5",
+            "sft_coef = 0.5 weighs the preferred answers of pairs, or answers beside a t",
+        ),
         (
             "dpo",
             "data.holdout={field='', groups=2}",
@@ -163,7 +171,7 @@ def test_a_run_with_engines_refuses_the_keys_of_rows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`sampling.max_new_tokens` is missing or 0"):
         load(tmp_path, "steps=3", recipe=engines.replace("max_new_tokens = 8", ""))
     with pytest.raises(
-        ConfigError, match=r"`bradley-terry` trains a reward model on pairs of the data; set batch.rows_"
+        ConfigError, match=r"`bradley-terry` trains on rows of the data, not on samples; set batch.rows_"
     ):
         load(tmp_path, "steps=3", "algorithm.loss.kind=bradley-terry", recipe=engines)
     with pytest.raises(ConfigError, match=r'algorithm.preset = "sft" trains on the answers of the data'):
@@ -173,3 +181,14 @@ def test_a_run_with_engines_refuses_the_keys_of_rows(tmp_path: Path) -> None:
     for key in RowKeys.model_fields:
         with pytest.raises(ConfigError, match=f"data.{key} = .* is for rows whose answers are trained on"):
             load(tmp_path, "steps=3", f"data.{key}={values.get(key, 'x')}", recipe=engines)
+
+
+def test_a_teacher_is_read_by_rows_alone_and_limits_the_length_of_a_sample(tmp_path: Path) -> None:
+    teacher = ["algorithm.preset=distill", "reference.source=m"]
+    sampled = ["batch.rows_per_step=0", "batch.prompts_per_step=8", "batch.group_size=2", "sampling.max_new_tokens=8"]
+    found = refused(tmp_path, [*teacher, *sampled, "steps=2", "data.passes=0"])
+    assert 'algorithm.preset = "distill" trains on the answers of the data; set batch.rows_per_step' in found
+    long = ["model.max_context_tokens=9000", "batch.tokens_per_micro_batch=9000", "reference.tokens_per_batch=9000"]
+    load(tmp_path, *teacher, *long)
+    found = refused(tmp_path, [*teacher, *long, "algorithm.loss.top_k=64"])
+    assert "a sample of that length has 4770000 bytes, and TrainStep carries at most 4194304" in found

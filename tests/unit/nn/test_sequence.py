@@ -55,6 +55,31 @@ def test_a_rank_holds_its_slice_alone() -> None:
     assert seen == [[1, 10, 32]] * 4  # 37 tokens and 3 of padding
 
 
+def test_a_shared_row_gives_several_log_probabilities_of_each_token() -> None:
+    ids = torch.arange(3, 40)
+    targets = torch.stack([ids[1:], ids[1:] % 7, ids[1:] % 5 + 8], 1)
+
+    def work(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = {"token_ids": ids, "lengths": torch.tensor([30, 7]), "rows": torch.arange(36)}
+        logprobs, _ = model(**arguments, targets=targets, temperatures=torch.ones(36))
+        (logprobs * torch.arange(108.0).view(36, 3)).sum().square().backward()  # no sum over tokens
+        return logprobs.detach(), model.get_output_embeddings().weight.grad
+
+    case = Case(architecture="llama")
+    with float64_alone():
+        wanted, slope = work(make_model(case))
+        models = [make_model(case) for _ in range(2)]
+
+        def share(exchange: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            forward.share_rows(models[exchange.rank], exchange)
+            return work(models[exchange.rank])
+
+        (one, first), (two, second) = ThreadGroup(2).run(share)
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first + second, slope, rtol=1e-10, atol=1e-9)
+
+
 def test_a_group_has_one_share_and_one_of_its_ranks_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = object.__new__(RankProcesses)
     ranks._config = config_of(4, 2)

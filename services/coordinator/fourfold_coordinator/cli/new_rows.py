@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fourfold import config as configuration
-from fourfold.algorithm.losses.base import LOSSES
 from fourfold.config import DataSourceConfig
-from fourfold.config.rows import ROW_PRESETS
+from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.model import folder as model_folder
 from fourfold.model.conversation import EncodingRule
@@ -64,7 +63,7 @@ def proposed_preset(form: Form) -> str:
 
 def rows_recipe(answers: RowAnswers) -> str:
     """Return the recipe with comments. Raises ConfigError: the preset does not read these rows, or one is wrong."""
-    loss = LOSSES.find(ROW_PRESETS[answers.preset]["loss"]["kind"])
+    loss = AlgorithmConfig(preset=answers.preset).loss
     reads: Reads = "answers" if loss.reads == "trajectories" else loss.reads
     scores = loss.trains == "scores"
     where = answers.sources[0].path
@@ -104,6 +103,9 @@ def rows_recipe(answers: RowAnswers) -> str:
         "", "[batch]", f"rows_per_step = {rows_per_step}",
         f"tokens_per_micro_batch = {max(pair * context, 16_384 if answers.gpus else 2048)}",
         "", "[algorithm]", f"preset = {value(answers.preset)}",
+        *(["", "# Name the teacher here, a larger model with the same tokenizer.", "[reference]",
+           f"source = {value(answers.model)}", *(['device = "cuda"'] if answers.gpus else [])]
+          if loss.teacher_tokens else []),
         "", "[trainer]", *(['device = "cuda"', f"ranks = {answers.gpus}"] if answers.gpus else []),
         f"learning_rate = {'1e-5' if scores else _RATES[reads]}",
         "", "[checkpoint]", f"every_steps = {max(1, min(100, steps // 4))}",

@@ -14,7 +14,7 @@ import numpy as np
 
 from fourfold import metrics as m
 from fourfold.config.schema import AsynchronyConfig
-from fourfold.errors import WrongState
+from fourfold.errors import FourfoldError, WrongState
 from fourfold.host.cancellation import completed
 from fourfold.sample import Sample
 
@@ -22,16 +22,20 @@ from ..rows.row_source import RowBatch, RowSource
 from ..state.run_position import RunPosition
 from ..state.samples import StepBatch
 from .prepared_reference import PreparedReference
+from .teacher import Teacher
 
 
 class RowFeed:
     """The rows of a run that are not trained yet: a `StepSource`, whose position is the number of rows taken."""
 
-    def __init__(self, rows: RowSource, reference: PreparedReference | None = None) -> None:
-        """Feed rows, with the log-probabilities of a reference if the loss compares with one."""
-        self._rows, self._reference = rows, reference
+    def __init__(
+        self, rows: RowSource, reference: PreparedReference | None = None, teacher: Teacher | None = None
+    ) -> None:
+        """Feed rows, with the log-probabilities of a reference, or a teacher's tokens, if the loss reads them."""
+        self._rows, self._reference, self._teacher = rows, reference, teacher
         self._position, self._passes = rows.position, rows.passes_done
         self._ahead: dict[int, asyncio.Future[RowBatch | None]] = {}  # the next step, if its rows have been read
+        self._taught: RowBatch | None = None  # these with the teacher's tokens
 
     @property
     def data_position(self) -> int:
@@ -59,16 +63,33 @@ class RowFeed:
     async def look_ahead(self, step: int) -> Sequence[Sample]:
         """Read the rows of a step, which `take` then returns without a wait.
 
-        Returns nothing when all passes are done, or the rows cannot be read: `take` raises that error, which must not
-        fail the step that is trained now.
+        Returns nothing when all passes are done, or the rows cannot be read, or not be taught: `take` raises that
+        error, which must not fail the step that is trained now.
         """
+        await self._read_ahead(step)
+        if self._ahead[step].exception() is not None:
+            return ()
+        try:
+            found = await self._ready(step)
+        except FourfoldError:
+            return ()
+        return () if found is None else found.samples
+
+    async def _ready(self, step: int) -> RowBatch | None:
+        """Return the rows of a step with all that the loss reads; None: all passes are done."""
+        await self._read_ahead(step)
+        found = self._ahead[step].result()
+        if found is None or self._teacher is None:
+            return found
+        if self._taught is None:
+            self._taught = replace(found, samples=await self._teacher.teach(found.samples))
+        return self._taught
+
+    async def _read_ahead(self, step: int) -> None:
         if step not in self._ahead:
-            self._ahead = {step: asyncio.ensure_future(asyncio.to_thread(self._read, step))}
+            self._ahead, self._taught = {step: asyncio.ensure_future(asyncio.to_thread(self._read, step))}, None
             # A cancelled call ends after its thread, which would otherwise move the position after a `resume`.
             await completed(asyncio.wait(self._ahead.values()))
-        read = self._ahead[step]
-        found = None if read.exception() else read.result()
-        return () if found is None else found.samples
 
     def _read(self, step: int) -> RowBatch | None:
         found = self._rows.take(step)
@@ -79,8 +100,8 @@ class RowFeed:
     async def take(self, step: int) -> StepBatch:
         """Take the rows of a step; raise WrongState when all passes are done, which `steps` then exceeds."""
         batch = StepBatch()
-        await self.look_ahead(step)
-        found = self._ahead.pop(step).result()
+        found = await self._ready(step)
+        del self._ahead[step]
         if found is None:
             raise WrongState(
                 f"step {step}: all passes over the rows are done after {step - 1} steps; set steps = {step - 1}, or "

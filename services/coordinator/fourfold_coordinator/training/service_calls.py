@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from fourfold.bounds import MAX_NUMBER
 from fourfold.config.schema import Config
 from fourfold.config.sources import EvalSet
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.reference.client import AsyncReferenceClient
 from fourfold.rollout.client import Completion
 from fourfold.rollout.group_requests import GroupRequest
 from fourfold.sample import Sample
@@ -26,6 +28,8 @@ from ..state.sample_traces import REFERENCE, SampleTraces
 from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
 from .ports import Scores
+
+T = TypeVar("T")
 
 
 class ServiceCalls:
@@ -166,11 +170,19 @@ class ServiceCalls:
         Raises the errors of `generate`.
         """
         timeout = self._config.trainer.step_timeout_seconds
+        return await self.ask_reference(
+            samples, budget, lambda client: client.compute_logprobs(samples, timeout=timeout)
+        )
+
+    async def ask_reference(
+        self, samples: Sequence[Sample], budget: RetryBudget, ask: Callable[[AsyncReferenceClient], Awaitable[T]]
+    ) -> T:
+        """Return what `ask` returns for samples with the client of a reference service, as `reference`."""
         names = [sample.sample_id for sample in samples]
 
-        async def work(replica: Replica) -> list[Float32Array]:
+        async def work(replica: Replica) -> T:
             with self._router.traces.call(REFERENCE, names, replica.member.member_id):
-                return await replica.reference.compute_logprobs(samples, timeout=timeout)
+                return await ask(replica.reference)
 
         return await self._router.call(
             Role.ROLE_REFERENCE,

@@ -199,6 +199,12 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
             reader = f"loss.kind = `{loss.kind}`" if loss.needs_reference else f"kl.coef = {algorithm.kl.coef:g}"
             reader = f"advantage.kind = `{algorithm.advantage.kind}`" if algorithm.distills else reader
             raise InvalidInput(f"{name} has no reference_logprobs; algorithm.{reader} needs them")
+        has = sample.teacher_ids.shape[-1] if len(sample.teacher_ids) else 0
+        if (wanted := loss.teacher_tokens) and has != wanted:
+            raise InvalidInput(
+                f"{name} has {has} of a teacher's tokens in teacher_ids at each position; algorithm.loss.top_k = "
+                f"{wanted} of loss.kind = `{loss.kind}` needs as many: ask the teacher for them"
+            )
         if algorithm.advantage.needs_greedy_sample and sample.baseline_score is None:
             kind = algorithm.advantage.kind
             raise InvalidInput(f"{name} has no baseline_score; algorithm.advantage.kind = `{kind}` needs it")

@@ -173,7 +173,10 @@ class LossTokens:
         """Return each rank's micro-batches of `members`, each of which has loss tokens."""
         with_old = self.targets.outputs.old_logprobs is not None
         dummy = batches.dummy_policy_batch(
-            with_old=with_old, with_reference=self.kl_in_loss, with_behavior=self._with_behavior
+            with_old=with_old,
+            with_reference=self.kl_in_loss,
+            with_behavior=self._with_behavior,
+            teacher_tokens=self.config.algorithm.loss.teacher_tokens,
         )
         return fill(
             policy_shares(self.batch, self.config, members), lambda ids: self._policy_batch(ids, weights), dummy
@@ -188,8 +191,13 @@ class LossTokens:
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
         counts = self.batch.loss_lengths[list(members)]
         reference = [self._aligned("reference_logprobs", i) for i in members] if self.kl_in_loss else None
+        tokens, teacher = pack_tokens(self.batch.samples, self.batch.loss_positions, members), EMPTY_FLOATS
+        if self.config.algorithm.loss.teacher_tokens:
+            ids, teacher = (self._teacher(name, members) for name in ("teacher_ids", "teacher_logprobs"))
+            tokens = batches.with_targets(tokens, ids)
         return PolicyBatch(
-            tokens=pack_tokens(self.batch.samples, self.batch.loss_positions, members),
+            tokens=tokens,
+            teacher_logprobs=teacher,
             trajectories=np.repeat(_numbered(self.batch.trajectory_of[list(members)]), counts),
             weights=np.repeat(np.array([weights[i] for i in members], np.float32), counts),
             advantages=self._join(self.targets.advantages, members),
@@ -212,6 +220,11 @@ class LossTokens:
             returns=self._join(self.targets.returns, members),
             old_values=self._join(self.targets.outputs.values, members),
         )
+
+    def _teacher(self, name: str, members: Sequence[int]) -> NDArray[Any]:
+        """Return a field of a teacher at the loss tokens of the members, [k, top_k]."""
+        rows = self.batch.samples.values[name]
+        return np.concatenate([rows[i][self.batch.loss_positions(i)] for i in members])
 
     def _aligned(self, name: str, index: int) -> Float32Array:
         """Return the token column `name` of a sample at its loss tokens."""

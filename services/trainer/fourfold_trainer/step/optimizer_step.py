@@ -2,7 +2,7 @@
 
 Every rank runs these functions at the same time, each on its share of the samples. They minimise
 
-    policy   sum over tokens of  c * (w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H)
+    policy   sum over tokens of  c * (w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H - sft_coef * A p)
              + sum over micro-batches of  router_coef * share * router loss
     critic   sum over tokens of  c * value_loss(V, G)
     units    see unit_objective.py, for a loss of whole answers
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fourfold import metrics
 from fourfold.algorithm import corrections, kl
-from fourfold.algorithm.losses.base import LossInputs, PolicyLoss
+from fourfold.algorithm.losses.base import LossInputs, PolicyLoss, log_likelihood_loss
 from fourfold.algorithm.losses.value import value_loss
 from fourfold.config.algorithm import AlgorithmConfig, KlConfig
 from fourfold.config.trainer import CriticConfig
@@ -101,19 +101,22 @@ def _policy_objective(
     accumulator: MetricAccumulator,
 ) -> Tensor:
     """Return a micro-batch's part of the step's loss, a scalar, and add its metrics to the accumulator."""
+    # With a teacher, a row has several targets: its token, then those of the teacher.
+    logprobs, top = (logprobs, None) if logprobs.dim() == 1 else (logprobs[:, 0], logprobs[:, 1:])
     device, current = logprobs.device, logprobs.detach()
     weights = to_device(batch.weights, device)
     # In a step's only update the policy has not moved: its log-probabilities are the old ones.
     old = to_device(batch.old_logprobs, device) if len(batch.old_logprobs) else current
+    behavior = to_device(batch.behavior_logprobs, device) if len(batch.behavior_logprobs) else old * math.nan
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=old,
-        behavior_logprobs=to_device(batch.behavior_logprobs, device)
-        if len(batch.behavior_logprobs)
-        else old * math.nan,
+        behavior_logprobs=behavior,
         advantages=to_device(batch.advantages, device),
         segments=to_device(batch.trajectories, device, torch.int64),
         segment_count=int(batch.trajectories.max()) + 1,
+        top_logprobs=top,
+        teacher_logprobs=None if top is None else to_device(batch.teacher_logprobs, device),
     )
     assert isinstance(algorithm.loss, PolicyLoss), "a loss of whole answers has a UnitBatch"
     token_loss = algorithm.loss.compute(inputs)
@@ -137,6 +140,8 @@ def _policy_objective(
         means[metrics.KL_CLAMPED] = kl.is_clamped(
             current, reference, algorithm.kl.estimator, k3_max=algorithm.kl.k3_max
         )
+    if algorithm.sft_coef:
+        loss = loss + algorithm.sft_coef * _weighted_sum(log_likelihood_loss(logprobs, inputs.advantages), weights)
     if algorithm.entropy_coef and entropy is not None:
         loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, weights)
 

@@ -209,7 +209,7 @@ class _TokenLogprobs(torch.autograd.Function):
         row_statistics, _ = _functions(hidden)
         for part in _slices(len(hidden), chunk_rows):
             logits, chosen = _logits_of(hidden[part], weight, bias, dtype), targets[part]
-            one, several = (chosen, None) if chosen.dim() == 1 else (chosen[:, 0], logits.gather(1, chosen))
+            one, several = (chosen, None) if chosen.dim() == 1 else (_first(chosen), logits.gather(1, chosen))
             found, normaliser, spread = row_statistics(logits, one, temperatures[part], softcap, entropy=entropy)
             if several is not None:
                 found = _scale(several, temperatures[part], softcap).sub_(normaliser[:, None])
@@ -316,7 +316,7 @@ def _gradient_of_several(
     """Return the gradient of the logits as `logit_gradient`, [r, v], for targets and `of_logprobs` [r, m]."""
     z = _scale(logits.gather(1, targets), temperatures, softcap)  # before the logits are overwritten
     total = None if of_logprobs is None else of_logprobs.sum(1)
-    grad = logit_gradient(logits, targets[:, 0], temperatures, softcap, of_logprobs=total, **columns)
+    grad = logit_gradient(logits, _first(targets), temperatures, softcap, of_logprobs=total, **columns)
     if of_logprobs is None or total is None:
         return grad
     # The difference of g and sum(g) * pi is small where a distribution is learned: it is rounded once, not twice. The
@@ -332,6 +332,11 @@ def _gradient_of_several(
     if softcap:
         exact *= 1 - (z * (temperatures[:, None] / softcap)).square_()
     return grad.scatter_(1, targets, exact.to(grad.dtype))
+
+
+def _first(targets: Tensor) -> Tensor:
+    """Return the first target of each row, [r], as neighbours in memory, which the kernels need."""
+    return targets[:, 0].contiguous()
 
 
 def _scale(logits: Tensor, temperatures: Tensor, softcap: float) -> Tensor:

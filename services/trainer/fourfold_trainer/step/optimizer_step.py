@@ -101,8 +101,7 @@ def _policy_objective(
     accumulator: MetricAccumulator,
 ) -> Tensor:
     """Return a micro-batch's part of the step's loss, a scalar, and add its metrics to the accumulator."""
-    # With a teacher, a row has several targets: its token, then those of the teacher.
-    logprobs, top = (logprobs, None) if logprobs.dim() == 1 else (logprobs[:, 0], logprobs[:, 1:])
+    logprobs, top = (logprobs, None) if logprobs.dim() == 1 else (logprobs[:, 0], logprobs[:, 1:])  # a teacher's
     device, current = logprobs.device, logprobs.detach()
     weights = to_device(batch.weights, device)
     # In a step's only update the policy has not moved: its log-probabilities are the old ones.

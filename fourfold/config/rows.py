@@ -144,6 +144,11 @@ class RowKeys(Table):
     cache: str = ""
     """Folder of the encoded rows, which runs share. Empty: `~/.cache/fourfold/tokens`."""
 
+    @property
+    def separator(self) -> str:
+        """The text after each labelled step."""
+        return self.step_marker or self.step_separator or "\n\n"
+
 
 def check_rows(config: Config) -> None:
     """Check a run of rows; ValueError has value, rule and fix of the first mistake."""

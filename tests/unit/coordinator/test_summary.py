@@ -62,6 +62,8 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert text.endswith(f"Chat with the model: {program()} chat {tmp_path}")
     scorer = "\n".join(summary_lines({**report, "reward_model": True}, tmp_path))
     assert scorer.endswith(f'[reward] model = "{tmp_path}/model"') and "Chat" not in scorer
+    steps = summary_lines({**report, "reward_model": True, "step_separator": " "}, tmp_path)[-1]
+    assert steps.endswith(f'[reward] model = {{ kind = "process", source = "{tmp_path}/model", steps = " " }}')
     assert summary_lines(report, Path("my run"))[-1].endswith(" chat 'my run'")
 
 

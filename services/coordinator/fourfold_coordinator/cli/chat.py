@@ -41,6 +41,7 @@ from ..launch.exports import way_to_export
 from ..launch.run_folder import find_run
 from ..launch.run_names import CONFIG_FILE, MODEL_FOLDER, REPORT_FILE
 from .evaluate import newest_model
+from .summary import as_reward_model
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
@@ -126,10 +127,10 @@ def use_run(args: argparse.Namespace, folder: Path) -> str:
             f"checkpoint.export_every_steps; {way_to_export(run_dir)}"
         )
     config = configuration.load(run_dir / CONFIG_FILE)
-    if config.algorithm.loss.trains == "scores":
+    if (loss := config.algorithm.loss).trains == "scores":
         raise ConfigError(
             f"{run_dir} trained a reward model, which scores texts and writes none; use it in the recipe of another "
-            f'run: [reward] model = "{model}"'
+            f"run: [reward] model = {as_reward_model(model, config.data.separator if loss.reads == 'steps' else '')}"
         )
     args.chat, args.stop_token_ids = config.data.chat, config.sampling.stop_token_ids
     args.date = configuration.fix_date(config, run_dir).data.date

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold import config as configuration
 from fourfold.errors import ConfigError
 from fourfold.host.program import program
 from fourfold.text import format_duration, format_score, printable
@@ -37,6 +38,14 @@ def report_lines(run_dir: Path) -> list[str]:
     return summary_lines(report, run_dir)
 
 
+def as_reward_model(folder: Path, separator: str) -> str:
+    """Return the value of `reward.model` for a trained reward model; `separator` of steps, if it scores those."""
+    source = configuration.toml_value(str(folder))
+    if not separator:
+        return source
+    return f'{{ kind = "process", source = {source}, steps = {configuration.toml_value(separator)} }}'
+
+
 def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     """Return the lines: result, problems, sample answers, files, and the next command."""
     lines = ["", _headline(report)]
@@ -52,7 +61,8 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
     if report.get("reward_model"):
-        return [*lines, "", f'Score answers with it, in the recipe of another run: [reward] model = "{run_dir}/model"']
+        value = as_reward_model(run_dir / "model", report.get("step_separator") or "")
+        return [*lines, "", f"Score answers with it, in the recipe of another run: [reward] model = {value}"]
     return [*lines, "", f"Chat with the model: {program()} chat {shlex.quote(str(run_dir))}"]
 
 

@@ -191,6 +191,7 @@ def build(
         "model_ema": model_ema,
         "critic": critic,
         "reward_model": config.algorithm.loss.trains == "scores",
+        "step_separator": config.data.separator if config.algorithm.loss.reads == "steps" else "",
         "answers_before": before.answers if before else [],
         "answers_after": after.answers if after else [],
     }

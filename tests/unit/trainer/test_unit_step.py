@@ -408,3 +408,12 @@ def test_a_loss_that_reads_the_engine_refuses_tokens_that_none_sampled() -> None
     config = make_recipe(algorithm={"loss": {"kind": "nll"}, "correction": {"kind": "tis"}})
     with pytest.raises(InvalidInput, match="sample r0 has no behavior_logprobs"):
         check_samples(rows(), config, policy_version=0)
+
+
+def test_a_step_without_a_label_is_refused() -> None:
+    one, *others = steps()
+    config = recipe("steps")
+    for wrong, shown in ((EMPTY_FLOATS, "none"), (one.token_rewards + one.loss_mask, r"\[1\.\d+, .*\]")):
+        sample = replace(one, token_rewards=wrong)
+        with pytest.raises(InvalidInput, match=rf"sample a0 has the labels {shown} in token_rewards; that of a step"):
+            check_samples([sample, *others], config, policy_version=0)

@@ -261,16 +261,11 @@ def check_pairs(samples: Sequence[Sample], config: Config) -> None:
 def _check_steps(samples: Sequence[Sample]) -> None:
     """Refuse samples without a label in [0, 1] at the end of each step, which are their loss tokens."""
     for sample in samples:
-        ends = sample.loss_mask & sample.action_mask
-        if not len(sample.token_rewards):
+        labels = sample.token_rewards[sample.loss_mask & sample.action_mask] if len(sample.token_rewards) else None
+        if labels is None or ((labels < 0) | (labels > 1)).any():
             raise InvalidInput(
-                f"sample {sample.sample_id} has no token_rewards; a loss of labelled steps reads the label of each "
-                f"step there, at its last token"
-            )
-        labels = sample.token_rewards[ends]
-        if len(wrong := labels[(labels < 0) | (labels > 1)]):
-            raise InvalidInput(
-                f"sample {sample.sample_id} has the label {wrong[0]:g} in token_rewards; that of a step is from 0 to 1"
+                f"sample {sample.sample_id} has the labels {'none' if labels is None else labels.tolist()} in "
+                f"token_rewards; that of a step is from 0 to 1, at its last token: correct them"
             )
 
 

@@ -109,6 +109,7 @@ LEARNING_RATE: Final = "train/lr"
 CRITIC_LEARNING_RATE: Final = "train/critic_lr"
 UPDATES: Final = "train/updates"
 GPU_PEAK: Final = "train/gpu_peak_gib"
+GPU_RESERVED: Final = "train/gpu_reserved_gib"
 TRAIN_SPEED: Final = "train/tokens_per_second"
 TRAIN_TFLOPS: Final = "train/tflops_per_second"
 MFU: Final = "train/mfu"
@@ -283,6 +284,7 @@ METRICS: Final[dict[str, str]] = {
     CRITIC_LEARNING_RATE: "learning rate of the critic in this step",
     UPDATES: "optimizer steps of the policy in this step",
     GPU_PEAK: "GiB: most that tensors took on a GPU of the trainer since the step before, fullest GPU; absent on CPU",
+    GPU_RESERVED: "GiB: the same of PyTorch, which keeps freed memory for later tensors; absent on CPU",
     TRAIN_SPEED: "tokens per second: tokens of all samples with prompts, divided by the time in the trainer",
     TRAIN_TFLOPS: "TFLOP/s per GPU: passes of the models without recomputation, divided by the time of "
     "the whole step in the trainer",

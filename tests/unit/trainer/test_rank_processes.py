@@ -59,6 +59,20 @@ def test_nccl_has_the_network_of_the_service_also_on_one_machine(monkeypatch: py
     assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=eth1", "lo")
 
 
+def test_memory_of_a_trainer_without_engines_is_not_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+    def allocator(config: Config) -> str | None:
+        return rank_environment(config, place_ranks(config, critic=False)[0]).get("PYTORCH_ALLOC_CONF")
+
+    rows = recipe(batch={"rows_per_step": 8}, algorithm={"preset": "sft"})
+    assert allocator(rows) == "expandable_segments:True"
+    assert allocator(recipe()) is None, "CUDA IPC cannot send the weights of such memory"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert allocator(rows) is None, "the user's"
+
+
 def test_an_address_of_no_interface_advises_to_name_one() -> None:
     assert collective_interface("203.0.113.1", "eth1") == "eth1"
     with pytest.raises(ConfigError, match=r"address 203\.0\.113\.1; it has .*lo.*; name an interface with --interface"):

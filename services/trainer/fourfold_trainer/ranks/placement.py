@@ -15,6 +15,8 @@ INTERFACE_VARIABLE: Final = "FOURFOLD_RANK_INTERFACE"
 """Environment variable with the network interface of collectives; unset: loopback."""
 ADDRESS_VARIABLE: Final = "FOURFOLD_RANK_ADDRESS"
 """Environment variable with the address at which peers reach a rank; unset: that of its trainer."""
+# Options of PyTorch's allocator; PyTorch still reads the second one, an older name.
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +53,15 @@ def place_ranks(config: Config, *, critic: bool, machines: Sequence[range] = ())
 
 
 def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
-    """Return the environment variables of a rank: DeepSpeed's device, and the network of all collectives.
+    """Return the environment variables of a rank: DeepSpeed's device, the allocator, and the network of collectives.
 
     Collectives use loopback, unless the ranks are on several machines.
     """
+    allocator = {}
+    # Each micro-batch has another size, and the memory of a block that fits none of them would stay taken. With engines
+    # it may: memory in expandable segments cannot be sent by CUDA IPC.
+    if not config.needs_engines and not any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
+        allocator = {_ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}  # read by CUDA alone
     interface = os.environ.get(INTERFACE_VARIABLE) or "lo"
     return {
         "DS_ACCELERATOR": config.trainer.device,
@@ -65,6 +72,7 @@ def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
         # Of the user, or that on which engines of other machines reach the service.
         NCCL_VARIABLE: os.environ.get(NCCL_VARIABLE) or f"={interface}",
         "TOKENIZERS_PARALLELISM": "false",
+        **allocator,
     }
 
 

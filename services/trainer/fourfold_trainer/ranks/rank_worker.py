@@ -137,6 +137,7 @@ class RankWorker:
         sums = update_policy(self.policy, batches, settings, algorithm, rank_count=self._rank_count)
         if self._config.trainer.device == "cuda":
             sums.highest[metrics.GPU_PEAK] = torch.cuda.max_memory_allocated() / (1 << 30)
+            sums.highest[metrics.GPU_RESERVED] = torch.cuda.max_memory_reserved() / (1 << 30)
             torch.cuda.reset_peak_memory_stats()
         return _sums_answer(sums)
 

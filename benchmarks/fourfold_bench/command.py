@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from fourfold_bench import harness
 
-NAMES: Final = ("weights", "rollout", "step", "long-tail", "gateway", "reward", "sft")
-"""Each is the `BENCHMARK` of a package `NAME/benchmark.py`, with `_` for `-`."""
+_OF_ROWS: Final = ("sft", "dpo", "reward-training")
+NAMES: Final = ("weights", "rollout", "step", "long-tail", "gateway", "reward", *_OF_ROWS)
+"""Each is the `BENCHMARK` of a package `NAME/benchmark.py`, with `_` for `-`, or is in `rows/benchmark.py`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def find(name: str) -> harness.Benchmark[Any]:
-    module = importlib.import_module(f"fourfold_bench.{name.replace('-', '_')}.benchmark")
-    benchmark: harness.Benchmark[Any] = module.BENCHMARK
+    package = "rows" if name in _OF_ROWS else name.replace("-", "_")
+    module = importlib.import_module(f"fourfold_bench.{package}.benchmark")
+    benchmark: harness.Benchmark[Any] = module.BENCHMARKS[name] if name in _OF_ROWS else module.BENCHMARK
     return benchmark

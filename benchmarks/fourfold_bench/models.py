@@ -116,7 +116,7 @@ def parameter_count(shape: str) -> int:
     return int(layers * layer + matrices * config["vocab_size"] * hidden + hidden)
 
 
-def forward_flop(shape: str, *, tokens: float, squares: float) -> float:
+def forward_flop(shape: str, *, tokens: float, squares: float, with_head: bool = True) -> float:
     """Return the FLOP of a forward pass: 2 N T + 2 L H sum(t^2). Forward and backward together have three times that.
 
     N are the parameters without an embedding that is only looked up, L layers, H the width of the attention, under a
@@ -125,11 +125,13 @@ def forward_flop(shape: str, *, tokens: float, squares: float) -> float:
     Args:
         tokens: T, of all samples, prompts included.
         squares: sum of the squared lengths t of the samples.
+        with_head: whether the model has an output embedding; that of a reward model is one row.
     """
     config = SHAPES[shape]
     width: int = config["num_hidden_layers"] * config["hidden_size"]  # heads times head size is the hidden size here
-    looked_up = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"]
-    return 2.0 * (parameter_count(shape) - looked_up) * tokens + 2.0 * width * squares
+    unused = (not config["tie_word_embeddings"]) + (not with_head)  # matrices of the vocabulary
+    used: int = parameter_count(shape) - unused * config["vocab_size"] * config["hidden_size"]
+    return 2.0 * used * tokens + 2.0 * width * squares
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Measures supervised fine-tuning through `fourfold run`, and TRL's trainer on the same rows."""
+"""Measures fine-tuning and training on pairs through `fourfold run`, and TRL's trainers on the same rows."""

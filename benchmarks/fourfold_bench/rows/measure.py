@@ -15,14 +15,14 @@ from fourfold.config import Config, from_tables
 from fourfold.errors import Unavailable
 from fourfold_bench.gpus import GpuMemory, usable, visible
 from fourfold_bench.harness import BenchmarkRun
-from fourfold_bench.models import SHAPES, forward_flop
+from fourfold_bench.models import SHAPES, forward_flop, text_of
 from fourfold_bench.processes import BenchProcesses
-from fourfold_bench.sft.benchmark import OURS, SftSettings
+from fourfold_bench.rows.benchmark import OURS, RowsSettings
 from fourfold_bench.step import phases
 from fourfold_bench.step.measure import RunWatch, explanation
 from fourfold_trainer.flops import utilisation
 
-NAME: Final = "bench-sft"
+NAME: Final = "bench-rows"
 ROWS_FILE: Final = "rows.jsonl"
 SETTINGS_FILE: Final = "settings.json"
 _SEED: Final = 17
@@ -30,10 +30,12 @@ _NEVER: Final = 1_000_000
 _SPREAD: Final = 0.8  # standard deviation of the logarithm of a length
 _IN_LOSS: Final = 0.45
 _IGNORED: Final = -100
+END: Final = "w1"
+_PRESETS: Final = {"sft": "sft", "dpo": "dpo", "reward-training": "reward-model"}
 _MEMORY_SECONDS: Final = 0.05
 
 
-def measure(settings: SftSettings, run: BenchmarkRun) -> dict[str, Any]:
+def measure(settings: RowsSettings, run: BenchmarkRun) -> dict[str, Any]:
     """Measure; return JSON values by system.
 
     Raises:
@@ -44,7 +46,9 @@ def measure(settings: SftSettings, run: BenchmarkRun) -> dict[str, Any]:
     lengths = write_rows(settings, run.folder / ROWS_FILE)
     with BenchProcesses(run.folder) as processes:
         path = processes.write_recipe(recipe(settings, run.folder))
-        processes.write_model(settings.shape, context=settings.max_tokens)
+        model = processes.write_model(settings.shape, context=settings.max_tokens)
+        if settings.has_pairs:  # a text that was never trained to end is refused
+            (model / "generation_config.json").write_text(json.dumps({"eos_token_id": int(END[1:])}), encoding="utf-8")
         began = time.monotonic()
         processes.run("plan", "-m", "fourfold", "plan", path, timeout=settings.timeout)
         encoding = time.monotonic() - began
@@ -54,13 +58,13 @@ def measure(settings: SftSettings, run: BenchmarkRun) -> dict[str, Any]:
     if settings.peer:
         settings.write(run.folder / SETTINGS_FILE)
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.ranks)]
-        words = [*launch, "-m", "fourfold_bench.sft.trl", str(run.folder)]
+        words = [*launch, "-m", "fourfold_bench.rows.trl", str(run.folder)]
         systems[settings.peer] = measure_run(settings, run.folder, lengths, settings.peer, words)
     return {"mean_tokens": float(lengths.mean()), "tokens": int(lengths.sum()), "systems": systems}
 
 
 def measure_run(
-    settings: SftSettings, folder: Path, lengths: np.ndarray[Any, Any], name: str, words: Sequence[str]
+    settings: RowsSettings, folder: Path, lengths: np.ndarray[Any, Any], name: str, words: Sequence[str]
 ) -> dict[str, Any]:
     """Run a system to its last measured step; return its numbers."""
     run_dir = folder / "runs" / (NAME if name == OURS else name)
@@ -75,9 +79,12 @@ def measure_run(
     rows = phases.read_steps(run_dir, warm_up=settings.warm_up, steps=settings.steps)
     peak = max(watch.peak.values(), default=0) / 1024
     with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
-        loss = next(row[m.NLL] for row in map(json.loads, lines) if row["step"] == settings.loss_step)
+        loss = next(row[m.POLICY_LOSS] for row in map(json.loads, lines) if row["step"] == settings.loss_step)
+    most = {name: max(row.get(name, 0.0) for row in rows) or None for name in (m.GPU_PEAK, m.GPU_RESERVED)}
     return summarise(settings, rows, lengths) | {
         "first_step_after_seconds": watch.first_step_seconds,
+        "tensors_gib": most[m.GPU_PEAK],
+        "reserved_gib": most[m.GPU_RESERVED],
         "gpu_peak_gib": round(peak, 2) or None,
         "loss": loss,
         "steps": rows,
@@ -85,11 +92,13 @@ def measure_run(
 
 
 def summarise(
-    settings: SftSettings, rows: list[dict[str, float]], lengths: np.ndarray[Any, Any]
+    settings: RowsSettings, rows: list[dict[str, float]], lengths: np.ndarray[Any, Any]
 ) -> dict[str, float | None]:
     """Return the rates over the measured steps, and the share in which the trainer did not train if it is known."""
     seconds, tokens = (sum(row[name] for row in rows) for name in (m.TIME_STEP, m.DATA_TOKENS))
-    flop = 3 * forward_flop(settings.shape, tokens=tokens, squares=tokens * float((lengths**2).sum() / lengths.sum()))
+    squares = tokens * float((lengths**2).sum() / lengths.sum())
+    with_head = settings.kind != "reward-training"
+    flop = 3 * forward_flop(settings.shape, tokens=tokens, squares=squares, with_head=with_head)
     gpu = usable()[0].name if settings.on_gpus else ""
     found: dict[str, float | None] = {
         "tokens_per_second": tokens / seconds,
@@ -101,37 +110,56 @@ def summarise(
     return found
 
 
-def write_rows(settings: SftSettings, path: Path) -> np.ndarray[Any, Any]:
-    """Write rows of token ids and labels, the form that all systems read alike; return their lengths, int64 [n].
+def write_rows(settings: RowsSettings, path: Path) -> np.ndarray[Any, Any]:
+    """Write rows that all systems read alike; return the lengths of their samples, int64 [n], of pairs two each.
 
+    A row is token ids and labels; a pair is texts, whose answers end with the word `END`, so that no system adds one.
     Frequencies of tokens follow Zipf's law, so that the loss falls within the measured steps.
     """
     random, words = np.random.default_rng(_SEED), int(SHAPES[settings.shape]["vocab_size"])
     middle = np.log(settings.mean_tokens) - _SPREAD**2 / 2
-    drawn = random.lognormal(middle, _SPREAD, settings.conversations)
+    drawn = random.lognormal(middle, _SPREAD, (2 if settings.has_pairs else 1, settings.rows))
     lengths = np.clip(drawn, 8, settings.max_tokens).astype(np.int64)
+    answers = np.maximum(np.rint(lengths * _IN_LOSS).astype(np.int64), 1)
+    prompts = lengths[0] - answers[0]
+    answers = np.minimum(answers, settings.max_tokens - prompts)
     ends = np.cumsum(1 / np.arange(1, words + 1))
+
+    def draw(count: int) -> list[int]:
+        found: list[int] = np.searchsorted(ends, random.random(count) * ends[-1]).tolist()
+        return found
+
     with path.open("w", encoding="utf-8") as file:
-        for length in lengths.tolist():
-            ids = np.searchsorted(ends, random.random(length) * ends[-1]).tolist()
-            prompt = length - max(round(length * _IN_LOSS), 1)
-            file.write(json.dumps({"input_ids": ids, "labels": [_IGNORED] * prompt + ids[prompt:]}) + "\n")
-    return lengths
+        for prompt, *sides in zip(prompts.tolist(), *answers.tolist(), strict=True):
+            ids = draw(prompt)
+            if settings.has_pairs:
+                chosen, rejected = (f"{text_of(draw(side - 1))} {END}" for side in sides)
+                row: dict[str, Any] = {"prompt": f"{text_of(ids)} ", "chosen": chosen, "rejected": rejected}
+            else:
+                answer = draw(sides[0])
+                row = {"input_ids": ids + answer, "labels": [_IGNORED] * prompt + answer}
+            file.write(json.dumps(row) + "\n")
+    return (prompts + answers).T.ravel()
 
 
-def recipe(settings: SftSettings, folder: Path) -> Config:
+def recipe(settings: RowsSettings, folder: Path) -> Config:
     """Return the recipe, with a step after the measured ones; raises ConfigError if it breaks a rule."""
     tables: Mapping[str, Any] = {
         "name": NAME,
         "seed": _SEED,
         "steps": settings.last_step + 1,
         "model": {"source": str(folder / "model"), "max_context_tokens": settings.max_tokens},
-        "data": {"train": {"path": str(folder / ROWS_FILE)}, "order": "file", "cache": str(folder / "tokens")},
+        "data": {
+            "train": {"path": str(folder / ROWS_FILE)},
+            "chat": not settings.has_pairs,
+            "order": "file",
+            "cache": str(folder / "tokens"),
+        },
         "batch": {
             "rows_per_step": settings.rows_per_step,
             "tokens_per_micro_batch": settings.tokens_per_micro_batch,
         },
-        "algorithm": {"preset": "sft"},
+        "algorithm": {"preset": _PRESETS[settings.kind]},
         "trainer": {
             "ranks": settings.ranks,
             "device": settings.device,

@@ -1,9 +1,10 @@
-"""Trains with TRL's SFTTrainer on the rows of the benchmark, and writes a line of metrics after each step.
+"""Trains with a trainer of TRL on the rows of the benchmark, and writes a line of metrics after each step.
 
-torchrun --nproc-per-node RANKS -m fourfold_bench.sft.trl FOLDER
+torchrun --nproc-per-node RANKS -m fourfold_bench.rows.trl FOLDER
 
 The package is used as it is. `--attention packed` registers the kernel that Fourfold has with transformers, because
-flash-attn is not installed everywhere, and attention that reads a mask of the whole row would be slow.
+flash-attn is not installed everywhere, and attention that reads a mask of the whole row would be slow. Pairs are padded
+on the right, so that causal attention needs no mask.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 
 from fourfold import metrics as m
 from fourfold.nn import attention
-from fourfold_bench.sft.benchmark import PACKED, SftSettings
-from fourfold_bench.sft.measure import ROWS_FILE, SETTINGS_FILE
+from fourfold_bench.rows.benchmark import PACKED, RowsSettings
+from fourfold_bench.rows.measure import END, ROWS_FILE, SETTINGS_FILE
 
 _ATTENTION: Final = "packed"
 
@@ -45,8 +46,10 @@ class PackedAttention:
         return attention.attend(module, query, key, value, None, scaling=scaling, segments=self._segments)
 
 
-def batch_sizes(settings: SftSettings, mean_tokens: float) -> tuple[int, int]:
+def batch_sizes(settings: RowsSettings, mean_tokens: float) -> tuple[int, int]:
     """Return the batch size of a device and the passes of a step, with about the tokens of a step of rows."""
+    if settings.has_pairs:
+        return settings.peer_pairs, settings.rows_per_step // (settings.ranks * settings.peer_pairs)
     share = settings.rows_per_step * mean_tokens / settings.ranks  # tokens of a step on a device
     passes = math.ceil(share / settings.tokens_per_micro_batch)
     if settings.peer == PACKED:
@@ -59,52 +62,68 @@ def batch_sizes(settings: SftSettings, mean_tokens: float) -> tuple[int, int]:
 def main(folder: Path) -> None:
     """Train to the last step."""
     datasets, transformers, trl = (importlib.import_module(name) for name in ("datasets", "transformers", "trl"))
-    settings = SftSettings.read(folder / SETTINGS_FILE)
-    transformers.AttentionInterface.register(_ATTENTION, PackedAttention())
+    settings = RowsSettings.read(folder / SETTINGS_FILE)
+    attend = transformers.AttentionInterface()["sdpa"] if settings.has_pairs else PackedAttention()
+    transformers.AttentionInterface.register(_ATTENTION, attend)
     transformers.AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
     rows = datasets.load_dataset("json", data_files=str(folder / ROWS_FILE), split="train", cache_dir=str(folder))
-    mean = sum(map(len, rows["input_ids"])) / len(rows)
-    size, passes = batch_sizes(settings, mean)
-    packing, sharded = settings.peer == PACKED, settings.zero_stage > 0 and settings.ranks > 1
-    copied = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")  # of the options
-    plugin = {"zero_optimization": {"stage": settings.zero_stage}, "bf16": {"enabled": True}}
-    plugin |= dict.fromkeys(copied, "auto")
-    options = trl.SFTConfig(
+    if settings.has_pairs:  # a reference for those that are trained on alone, as in Fourfold
+        rows = rows.select(range(min(len(rows), settings.last_step * settings.rows_per_step)))
+    size, passes = batch_sizes(settings, 0 if settings.has_pairs else sum(map(len, rows["input_ids"])) / len(rows))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "model" / "tokenizer.json"), pad_token="w0", eos_token=END
+    )
+    packing = settings.peer == PACKED
+    config, trainer, more = {
+        "sft": (
+            trl.SFTConfig,
+            trl.SFTTrainer,
+            {"packing": packing, "padding_free": True, "max_length": settings.max_tokens if packing else None},
+        ),
+        "dpo": (trl.DPOConfig, trl.DPOTrainer, {"precompute_ref_log_probs": True, "max_length": None}),
+        "reward-training": (trl.RewardConfig, trl.RewardTrainer, {"max_length": None}),
+    }[settings.kind]
+    options = config(
         output_dir=str(folder / "trl-output"),
-        max_steps=settings.last_step,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=passes,
-        packing=packing,
-        padding_free=True,
-        max_length=settings.max_tokens if packing else None,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
-        bf16=settings.on_gpus,
-        use_cpu=not settings.on_gpus,
-        gradient_checkpointing=settings.checkpointing,
-        use_liger_kernel=settings.liger,
-        deepspeed=plugin if sharded else None,
-        # Without DeepSpeed, float32 masters and autocast, as every other system here has masters.
-        model_init_kwargs={
-            "dtype": "bfloat16" if sharded else "float32",
-            "attn_implementation": settings.attention,
-        },
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
+        **_common(settings),
+        **more,
     )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "model" / "tokenizer.json"), pad_token="w0", eos_token="w0"
-    )
-    trainer = trl.SFTTrainer(
+    trainer(
         model=str(folder / "model"),
         args=options,
         train_dataset=rows,
         processing_class=tokenizer,
         callbacks=[_recorder(transformers.TrainerCallback, folder / "runs" / settings.peer)],
-    )
-    trainer.train()
+    ).train()
+
+
+def _common(settings: RowsSettings) -> dict[str, Any]:
+    """Return the options that all trainers have."""
+    sharded = settings.zero_stage > 0 and settings.ranks > 1
+    copied = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")  # of the options
+    plugin = {"zero_optimization": {"stage": settings.zero_stage}, "bf16": {"enabled": True}}
+    plugin |= dict.fromkeys(copied, "auto")
+    return {
+        "max_steps": settings.last_step,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "bf16": settings.on_gpus,
+        "use_cpu": not settings.on_gpus,
+        "gradient_checkpointing": settings.checkpointing,
+        "use_liger_kernel": settings.liger,
+        "deepspeed": plugin if sharded else None,
+        # Without DeepSpeed, float32 masters and autocast, as every other system here has masters.
+        "model_init_kwargs": {
+            "dtype": "bfloat16" if sharded else "float32",
+            "attn_implementation": settings.attention,
+        },
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
 
 
 def _recorder(base: type[Any], folder: Path) -> Any:
@@ -117,8 +136,12 @@ def _recorder(base: type[Any], folder: Path) -> Any:
             if "loss" not in logs or not state.is_world_process_zero:
                 return
             now, tokens = time.monotonic(), int(logs["num_tokens"])  # the loss was read, so that the device is done
-            row = {"step": state.global_step, m.NLL: logs["loss"], m.DATA_TOKENS: tokens - self.tokens}
+            row = {"step": state.global_step, m.POLICY_LOSS: logs["loss"], m.DATA_TOKENS: tokens - self.tokens}
             row |= {m.TIME_STEP: now - self.ended, m.SKIPPED_STEPS: 0}
+            if torch.cuda.is_available():
+                row[m.GPU_PEAK] = torch.cuda.max_memory_allocated() / (1 << 30)
+                row[m.GPU_RESERVED] = torch.cuda.max_memory_reserved() / (1 << 30)
+                torch.cuda.reset_peak_memory_stats()
             self.ended, self.tokens = now, tokens
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:

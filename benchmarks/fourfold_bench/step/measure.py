@@ -21,7 +21,7 @@ from fourfold_bench.step.benchmark import StepSettings
 from fourfold_trainer.flops import utilisation
 
 if TYPE_CHECKING:
-    from fourfold_bench.sft.benchmark import SftSettings
+    from fourfold_bench.rows.benchmark import RowsSettings
 
 _MEMORY_SECONDS: Final = 0.05
 _RUN: Final = "run"
@@ -124,7 +124,7 @@ def summarise(settings: StepSettings, rows: Sequence[Mapping[str, Any]], *, gpu:
 class RunWatch:
     """Follows a run by its metrics file: finished steps, the most memory of measured steps, and the profiled step."""
 
-    def __init__(self, settings: StepSettings | SftSettings, run_dir: Path, memory: GpuMemory) -> None:
+    def __init__(self, settings: StepSettings | RowsSettings, run_dir: Path, memory: GpuMemory) -> None:
         """Start the clock; make this object when the run is started."""
         self.run_dir = run_dir
         self.peak: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Runs `fourfold bench gateway` and `reward` on a small load; evaluates made metrics as `long-tail` and `sft` do."""
+"""Runs `fourfold bench gateway` and `reward` on a small load; evaluates made metrics as other benchmarks do."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from fourfold_bench.long_tail.benchmark import BENCHMARK as LONG_TAIL
 from fourfold_bench.long_tail.benchmark import LongTailSettings
 from fourfold_bench.models import write_config
 from fourfold_bench.reward.benchmark import HERE
-from fourfold_bench.sft import measure as sft
-from fourfold_bench.sft.benchmark import BENCHMARK as SFT
-from fourfold_bench.sft.benchmark import SftSettings
+from fourfold_bench.rows import measure as of_rows
+from fourfold_bench.rows.benchmark import BENCHMARKS, RowsSettings
 
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
@@ -104,15 +103,15 @@ def test_the_steps_of_each_lag_of_a_long_tail_are_measured_and_compared(
     assert LONG_TAIL.failures(document) == ["lag 2: 1.50 times the trained tokens per second of lag 0; at least 2.0"]
 
 
-def _sft(*words: str) -> SftSettings:
+def _rows(*words: str, kind: str = "sft") -> RowsSettings:
     parser = argparse.ArgumentParser()
-    harness.add_arguments(SFT, parser)
-    return SftSettings.from_arguments(parser.parse_args(["--device", "cpu", *words]))
+    harness.add_arguments(BENCHMARKS[kind], parser)
+    return BENCHMARKS[kind].settings.from_arguments(parser.parse_args(["--device", "cpu", *words]))
 
 
 def test_rows_of_fine_tuning_have_the_lengths_and_labels_that_all_systems_read(tmp_path: Path) -> None:
-    settings = _sft("--conversations", "400")
-    lengths = sft.write_rows(settings, tmp_path / "rows.jsonl")
+    settings = _rows("--rows", "400")
+    lengths = of_rows.write_rows(settings, tmp_path / "rows.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [len(row["input_ids"]) for row in rows] == lengths.tolist() and max(lengths) <= settings.max_tokens
     assert 50 < lengths.mean() < 65
@@ -120,7 +119,22 @@ def test_rows_of_fine_tuning_have_the_lengths_and_labels_that_all_systems_read(t
     assert 0.44 < trained / lengths.sum() < 0.46
     for row in rows:
         assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
-    assert sft.recipe(settings, tmp_path).steps == 26
+    assert of_rows.recipe(settings, tmp_path).steps == 26
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward-training"])
+def test_pairs_have_texts_of_the_lengths_that_all_systems_read(tmp_path: Path, kind: str) -> None:
+    settings = _rows("--rows", "50", "--learning-rate", "2e-5", kind=kind)
+    lengths = of_rows.write_rows(settings, tmp_path / "rows.jsonl").reshape(-1, 2)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    found = [[len(f"{row['prompt']}{row[side]}".split()) for side in ("chosen", "rejected")] for row in rows]
+    assert found == lengths.tolist() and lengths.max() <= settings.max_tokens
+    assert all(row["prompt"].endswith(" ") and row["rejected"].endswith(" w1") for row in rows)
+    config = of_rows.recipe(settings, tmp_path)
+    assert config.algorithm.loss.reads == "pairs" and config.trainer.learning_rate == 2e-5
+    assert RowsSettings.read(settings.write(tmp_path / "settings.json")).has_pairs
+    with pytest.raises(ConfigError, match="--peer-pairs 3"):
+        _rows("--peer", "trl", "--peer-pairs", "3", kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -134,25 +148,26 @@ def test_rows_of_fine_tuning_have_the_lengths_and_labels_that_all_systems_read(t
     ],
 )
 def test_a_peer_gets_about_the_tokens_of_a_step(words: tuple[str, ...], sizes: tuple[int, int]) -> None:
-    from fourfold_bench.sft.trl import batch_sizes
+    from fourfold_bench.rows.trl import batch_sizes
 
-    settings = _sft("--rows-per-step", "128", "--max-tokens", "4096", "--conversations", "200", *words)
+    settings = _rows("--rows-per-step", "128", "--max-tokens", "4096", "--rows", "200", *words)
     assert batch_sizes(settings, 590.0) == sizes
 
 
 def test_the_table_of_fine_tuning_compares_speed_and_loss() -> None:
-    settings = _sft("--peer", "trl", "--steps", "2", "--warm-up", "1")
+    settings = _rows("--peer", "trl", "--steps", "2", "--warm-up", "1")
     lengths = np.array([60, 40])
     steps = [{m.TIME_STEP: 2.0, m.DATA_TOKENS: 400.0, m.TRAIN_SPEED: 250.0} for _ in range(2)]
-    ours = sft.summarise(settings, steps, lengths)
+    ours = of_rows.summarise(settings, steps, lengths)
     assert ours["tokens_per_second"] == 200 and ours["idle_share"] == pytest.approx(0.2)
-    rest = {"first_step_after_seconds": 9.0, "gpu_peak_gib": None, "loss": 6.0}
+    memory = dict.fromkeys(("gpu_peak_gib", "tensors_gib", "reserved_gib"))
+    rest = {"first_step_after_seconds": 9.0, "loss": 6.0} | memory
     systems = {"fourfold": ours | rest, "trl": ours | rest | {"tokens_per_second": 100.0, "loss": 5.0}}
     document = {"parameters": settings.document(), "results": {"mean_tokens": 50.0, "systems": systems}}
-    table = "\n".join(SFT.table(document))
+    table = "\n".join(BENCHMARKS["sft"].table(document))
     assert "2.00 times the tokens/s of trl, loss +20.00%" in table and "between steps: 20.00%" in table
 
 
 def test_the_kernels_of_fine_tuning_need_a_gpu() -> None:
     with pytest.raises(ConfigError, match="--liger: these kernels need GPUs"):
-        _sft("--liger")
+        _rows("--liger")

@@ -45,6 +45,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "0.43b": _shape(_LLAMA, (1024, 24, 16, 8, 4096, 49_152), tied=True),
     "0.5b": _shape(_QWEN2, (896, 24, 14, 2, 4864, 151_936), tied=True),  # Qwen2.5-0.5B
     "1.5b": _shape(_QWEN2, (1536, 28, 12, 2, 8960, 151_936), tied=True),  # Qwen2.5-1.5B
+    "3b": _shape(_QWEN2, (2048, 36, 16, 2, 11_008, 151_936), tied=True),  # Qwen2.5-3B
     "7b": _shape(_QWEN2, (3584, 28, 28, 4, 18_944, 152_064), tied=False),  # Qwen2.5-7B
     "70b": _shape(_LLAMA, (8192, 80, 64, 8, 28_672, 128_256), tied=False),  # Llama 3.1 70B
 }

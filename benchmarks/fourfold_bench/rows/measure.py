@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,10 +93,13 @@ def measure_run(
 
 
 def summarise(
-    settings: RowsSettings, rows: list[dict[str, float]], lengths: np.ndarray[Any, Any]
+    settings: RowsSettings, rows: list[dict[str, Any]], lengths: np.ndarray[Any, Any]
 ) -> dict[str, float | None]:
     """Return the rates over the measured steps, and the share in which the trainer did not train if it is known."""
     seconds, tokens = (sum(row[name] for row in rows) for name in (m.TIME_STEP, m.DATA_TOKENS))
+    if "end_time" in rows[0]:  # a run trains on while it reports a step, which is in no step's time
+        first, last = (datetime.fromisoformat(row["end_time"]).timestamp() for row in (rows[0], rows[-1]))
+        seconds = last - first + rows[0][m.TIME_STEP]
     squares = tokens * float((lengths**2).sum() / lengths.sum())
     with_head = settings.kind != "reward-training"
     flop = 3 * forward_flop(settings.shape, tokens=tokens, squares=squares, with_head=with_head)

@@ -81,7 +81,12 @@ def main(folder: Path) -> None:
             {"packing": packing, "padding_free": True, "max_length": settings.max_tokens if packing else None},
         ),
         "dpo": (trl.DPOConfig, trl.DPOTrainer, {"precompute_ref_log_probs": True, "max_length": None}),
-        "reward-training": (trl.RewardConfig, trl.RewardTrainer, {"max_length": None}),
+        "reward-training": (
+            trl.RewardConfig,
+            trl.RewardTrainer,
+            # Liger's loss of a language model would replace the pass of a model that has none.
+            {"max_length": None, "liger_kernel_config": {"fused_linear_cross_entropy": False}},
+        ),
     }[settings.kind]
     options = config(
         output_dir=str(folder / "trl-output"),

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,9 +65,9 @@ def test_memory_of_a_trainer_without_engines_is_not_cut_into_blocks(monkeypatch:
         monkeypatch.delenv(name, raising=False)
 
     def allocator(config: Config) -> str | None:
-        return rank_environment(config, place_ranks(config, critic=False)[0]).get("PYTORCH_ALLOC_CONF")
+        return rank_environment(config, place_ranks(recipe(), critic=False)[0]).get("PYTORCH_ALLOC_CONF")
 
-    rows = recipe(batch={"rows_per_step": 8}, algorithm={"preset": "sft"})
+    rows = cast(Config, Mock(wraps=recipe(), needs_engines=False, trainer=recipe().trainer))
     assert allocator(rows) == "expandable_segments:True"
     assert allocator(recipe()) is None, "CUDA IPC cannot send the weights of such memory"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")

@@ -94,9 +94,9 @@ class TrainerSession:
     def send_ahead(self, step: int, samples: Sequence[Sample]) -> None:
         """Send the samples of a step while the one before it is trained; `train_step` then ends the stream alone.
 
-        The trainer reads and decodes them meanwhile. It begins the step when `train_step` says so, and is therefore
-        never further ahead of the ledger than without this. Any failure here is left to `train_step`, which sends them
-        again. A trainer of an earlier contract gets every step in its turn.
+        The trainer reads and decodes them meanwhile. It begins the step when `begin_ahead` or `train_step` says so, and
+        is therefore never further ahead of the ledger than without this. Any failure here is left to `train_step`,
+        which sends them again. A trainer of an earlier contract gets every step in its turn.
         """
         self.drop_ahead()
         try:
@@ -119,6 +119,11 @@ class TrainerSession:
         # The span of the step begins later, so the trainer's work on it has this one as its parent.
         with Spans({0: Span(TRAIN_STEP, None, kind="client", attributes=known)}) if enabled() else NONE:
             return await replica.call(train_step_ahead(replica.trainer, step, samples, start, timeout=timeout))
+
+    def begin_ahead(self) -> None:
+        """Begin the step that was sent ahead, if there is one: the ledger has the one before. `train_step` follows."""
+        if self._ahead is not None:
+            self._ahead.start.set()
 
     def drop_ahead(self) -> None:
         """Cancel the call of a step that was sent and has not begun. Idempotent."""

@@ -219,6 +219,12 @@ class TrainingLoop:
         with record.timed(m.TIME_EVALUATE):
             record.metrics |= await self.evaluate(record.step)
 
+    def _pauses_after(self, step: int) -> bool:
+        """Return whether the weights of this step are needed before the next one."""
+        saved = self.config.checkpoint
+        every = self.config.evaluation.every_steps, saved.every_steps, saved.export_every_steps
+        return any(self._is_due(step, steps) for steps in every if steps)
+
     def _is_due(self, step: int, every_steps: int) -> bool:
         return step == self.config.steps or step % every_steps == 0
 
@@ -253,6 +259,8 @@ class TrainingLoop:
             skipped_reason=response.skipped_reason,
             data_position=self.source.data_position,
         )
+        if not self._pauses_after(step):
+            self.session.begin_ahead()  # the ledger has this step, and its report takes 2 ms
         self.context.router.traces.trained(batch.sample_ids(), response)
         return response, batch_metrics
 

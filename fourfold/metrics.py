@@ -51,6 +51,7 @@ PAIR_LENGTH_DIFFERENCE: Final = "pair/length_difference"
 PAIR_NLL: Final = "pair/chosen_nll"
 KTO_DISTANCE: Final = "kto/distance"
 KTO_ACCURACY: Final = "kto/accuracy"
+KTO_MARGIN: Final = "kto/margin"
 POLICY_LOSS: Final = "policy/loss"
 APPROX_KL: Final = "policy/approx_kl"
 APPROX_KL_K1: Final = "policy/approx_kl_k1"
@@ -219,6 +220,7 @@ METRICS: Final[dict[str, str]] = {
     PAIR_LENGTH_DIFFERENCE: "tokens: mean length of the preferred answers less that of the others",
     PAIR_NLL: "nats per token: term of algorithm.sft_coef, without it; mean over the updates of the step",
     KTO_DISTANCE: "nats: mean log-ratio of policy and reference over answers of other prompts, at least 0",
+    KTO_MARGIN: "mean reward of an answer less that of kto/distance, of the other sign where it is undesirable",
     KTO_ACCURACY: "share in [0, 1]: answers of the updates on the side of kto/distance that their label asks for",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) over the tokens of the updates",
     APPROX_KL_K1: "nats per token: k1 estimate of KL(old || current); may be negative",

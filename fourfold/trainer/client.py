@@ -346,6 +346,33 @@ class AsyncTrainerClient(AsyncClient):
         check.logprobs(rows, asked)
         return rows
 
+    async def unit_losses(
+        self, samples: Sequence[Sample], *, step: int, timeout: float | None = None
+    ) -> tuple[list[float], list[float]]:
+        """Return the loss and the margin of each pair or labelled answer under the current weights.
+
+        Args:
+            samples: as for `train_step`, at most 8 MiB, with reference log-probabilities if the loss reads them.
+            step: the step that they would make, which decides the micro-batches.
+            timeout: seconds.
+
+        Returns:
+            The losses, finite, in the order of the first sample of each unit; and the margins, above 0 where the model
+            agrees with the data, or none for a loss that has no margin.
+
+        Raises:
+            InvalidInput: The recipe compares no answers, or a sample is malformed; the message names it.
+        """
+        request = pb.ComputeLogprobsRequest(experiences=[encode(sample) for sample in samples], losses_of_step=step)
+        answer = await self._call(self._stub.ComputeLogprobs, request, timeout)
+        losses, margins, check = list(answer.unit_losses), list(answer.unit_margins), self._check(answer)
+        known = len({sample.group_id for sample in samples})
+        right = len(losses) == known and len(margins) in (0, known)
+        counted = f"{len(losses)} losses and {len(margins)} margins"
+        check.require(right, f"the answer has {counted} for {known} pairs or labelled answers", "WRONG_COUNT")
+        check.require(bool(np.isfinite(losses + margins).all()), "a loss or a margin is not finite", "NOT_FINITE")
+        return losses, margins
+
     async def save_checkpoint(self, *, score: float | None = None, timeout: float | None = None) -> int:
         """Write a checkpoint of the present step; return the step once the checkpoint is durable.
 
@@ -435,6 +462,7 @@ class TrainerClient(SyncClient[AsyncTrainerClient]):
     compute_scores = blocking(AsyncTrainerClient.compute_scores)
     compute_step_scores = blocking(AsyncTrainerClient.compute_step_scores)
     reference_logprobs = blocking(AsyncTrainerClient.reference_logprobs)
+    unit_losses = blocking(AsyncTrainerClient.unit_losses)
     save_checkpoint = blocking(AsyncTrainerClient.save_checkpoint)
     load_checkpoint = blocking(AsyncTrainerClient.load_checkpoint)
     export_model = blocking(AsyncTrainerClient.export_model)

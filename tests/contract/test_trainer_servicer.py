@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -114,6 +115,14 @@ async def test_the_reference_is_that_of_the_weights_before_step_1(start_trainer:
         await trainer.client.reference_logprobs(pair[:1], step=1, timeout=SECONDS)
     request = pb.ComputeLogprobsRequest(experiences=map(encode, pair), reference_of_step=1, include_entropies=True)
     with pytest.raises(grpc.aio.AioRpcError, match="log-probabilities alone"):
+        await trainer.stub.ComputeLogprobs(request, timeout=SECONDS)
+    known = [replace(one, reference_logprobs=row) for one, row in zip(pair, rows, strict=True)]
+    losses, margins = await trainer.client.unit_losses(known, step=1, timeout=SECONDS)
+    assert losses == pytest.approx([np.log(2)]) and margins == [0.0]
+    with pytest.raises(InvalidInput, match="no reference_logprobs"):
+        await trainer.client.unit_losses(pair, step=1, timeout=SECONDS)
+    request = pb.ComputeLogprobsRequest(experiences=map(encode, known), losses_of_step=1, include_values=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="losses alone"):
         await trainer.stub.ComputeLogprobs(request, timeout=SECONDS)
     await trainer.client.forward_backward([pair[0].token_ids], [pair[0].loss_mask], step=1, timeout=SECONDS)
     await trainer.client.optim_step(1, timeout=SECONDS)

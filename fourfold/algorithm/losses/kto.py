@@ -39,6 +39,7 @@ class KtoLoss(SampleLoss):
         means = {
             metrics.KTO_DISTANCE: signed.new_full(signed.shape, distance),
             metrics.KTO_ACCURACY: (signed.detach() > 0).to(signed.dtype),
+            metrics.KTO_MARGIN: signed.detach(),
         }
         return UnitLoss(loss=loss, means=means)
 

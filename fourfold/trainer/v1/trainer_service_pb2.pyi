@@ -545,6 +545,7 @@ class ComputeLogprobsRequest(_message.Message):
     INCLUDE_ENTROPIES_FIELD_NUMBER: _builtins.int
     INCLUDE_VALUES_FIELD_NUMBER: _builtins.int
     REFERENCE_OF_STEP_FIELD_NUMBER: _builtins.int
+    LOSSES_OF_STEP_FIELD_NUMBER: _builtins.int
     include_entropies: _builtins.bool
     """True: compute entropies as well. False: only log-probabilities."""
     include_values: _builtins.bool
@@ -559,6 +560,13 @@ class ComputeLogprobsRequest(_message.Message):
     began with; INVALID_ARGUMENT when the loss of the recipe has no reference, or entropies or
     values are requested. 0: any samples, in as few passes as possible.
     """
+    losses_of_step: _builtins.int
+    """Step that these samples would make: compute the loss of every unit under the current weights,
+    in the micro-batches of that step, and no log-probabilities. The samples are those of
+    TrainStep: pairs, or labelled answers, with reference log-probabilities if the loss reads
+    them. INVALID_ARGUMENT when the loss of the recipe compares no answers of a policy, a unit has
+    no loss token, or anything else is requested. 0: no losses. Since contract 1.11.
+    """
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
         """At least 1; sample ids are unique. Only sample_id, token_ids and temperature are read, unless
@@ -572,10 +580,11 @@ class ComputeLogprobsRequest(_message.Message):
         include_entropies: _builtins.bool = ...,
         include_values: _builtins.bool = ...,
         reference_of_step: _builtins.int = ...,
+        losses_of_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences", "include_entropies", b"include_entropies", "include_values", b"include_values", "reference_of_step", b"reference_of_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences", "include_entropies", b"include_entropies", "include_values", b"include_values", "losses_of_step", b"losses_of_step", "reference_of_step", b"reference_of_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -591,6 +600,8 @@ class ComputeLogprobsResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ENTROPIES_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    UNIT_LOSSES_FIELD_NUMBER: _builtins.int
+    UNIT_MARGINS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights that computed them."""
     @_builtins.property
@@ -613,6 +624,18 @@ class ComputeLogprobsResponse(_message.Message):
         after the last token that is no padding of the model. Empty unless requested.
         """
 
+    @_builtins.property
+    def unit_losses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """With losses_of_step, one finite number per unit, in the order of their first samples: the loss
+        as the recipe defines it.
+        """
+
+    @_builtins.property
+    def unit_margins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The same: by how much the loss prefers the order of the data, such as pair/margin. Above 0: the
+        model agrees with the data. Empty for a loss without such a number.
+        """
+
     def __init__(
         self,
         *,
@@ -620,10 +643,12 @@ class ComputeLogprobsResponse(_message.Message):
         policy_version: _builtins.int = ...,
         entropies: _abc.Iterable[_builtins.bytes] | None = ...,
         values: _abc.Iterable[_builtins.bytes] | None = ...,
+        unit_losses: _abc.Iterable[_builtins.float] | None = ...,
+        unit_margins: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "logprobs", b"logprobs", "policy_version", b"policy_version", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "logprobs", b"logprobs", "policy_version", b"policy_version", "unit_losses", b"unit_losses", "unit_margins", b"unit_margins", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,7 @@ from fourfold_trainer.step.micro_batches import mini_batches
 from fourfold_trainer.step.reference import compute_reference
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
+from fourfold_trainer.step.unit_losses import compute_unit_losses
 from fourfold_trainer.step.unit_objective import sample_sums
 from tests.fakes.toy_engine import ToyEngine
 from tests.fakes.trainer_engine import sample
@@ -264,6 +265,29 @@ def test_the_first_update_finds_the_policy_equal_to_the_prepared_reference(name:
     zeros = [m.KTO_DISTANCE] if name == "kto" else [m.PAIR_MARGIN, m.PAIR_CHOSEN_REWARD, m.PAIR_REJECTED_REWARD]
     # The toy policy updates in float64, and answers in float32.
     assert [values[name] for name in zeros] == pytest.approx([0.0] * len(zeros), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ld", "simpo", "kto"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_losses_of_units_are_those_that_a_step_takes_the_mean_of(name: str, ranks: int) -> None:
+    config = recipe(name, ranks=ranks, budget=40)
+    found = [one for one in samples(name) if name == "kto" or one.group_id != "e"]
+    engine: Any = ToyEngine(config)
+    units = compute_unit_losses(engine, found, config, step=1)
+    values = metrics.summarise(run(found, config)[1], config)
+    margin = values[m.KTO_MARGIN if name == "kto" else m.PAIR_MARGIN]
+    assert (np.mean(units.losses), np.mean(units.margins)) == pytest.approx((values[m.POLICY_LOSS], margin), rel=1e-5)
+    if name != "kto":  # in mini-batches, the units are in the order of the samples, too
+        parts = recipe(name, ranks=ranks, budget=40, mini_batches_per_step=2)
+        assert compute_unit_losses(engine, found, parts, step=4).losses == pytest.approx(units.losses, rel=1e-6)
+        with pytest.raises(InvalidInput, match="e has no token in the loss"):
+            compute_unit_losses(engine, samples(name), config, step=1)
+
+
+def test_losses_of_units_are_refused_for_a_loss_of_tokens_or_scores() -> None:
+    for name in ("scores", "all-pairs"):
+        with pytest.raises(InvalidInput, match=r"losses_of_step = 2, and algorithm.loss.kind = .* leave it out"):
+            compute_unit_losses(ToyEngine(recipe("dpo")), samples(name), recipe(name), step=2)  # type: ignore[arg-type]
 
 
 def test_a_reference_that_no_loss_reads_is_refused() -> None:

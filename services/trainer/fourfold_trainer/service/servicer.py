@@ -127,6 +127,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         _check_size(request, request.experiences, limit=_REQUEST_BYTES // 2 if more else _REQUEST_BYTES)
         if request.reference_of_step:
             return await self._reference(request, context)
+        if request.losses_of_step:
+            return await self._losses(request, context)
         samples = Samples.of(map(self._lookup_sample, request.experiences))
         found, version = await self._run(
             context,
@@ -150,6 +152,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         samples = await asyncio.to_thread(lambda: [self._decode(message) for message in request.experiences])
         rows, version = await self._run(context, Phase.COMPUTING, self._core.compute_reference, samples, step)
         return pb.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows], policy_version=version)
+
+    async def _losses(self, request: pb.ComputeLogprobsRequest, context: Context) -> pb.ComputeLogprobsResponse:
+        step = check_number(request.losses_of_step, "losses_of_step", least=1)
+        if request.include_entropies or request.include_values:
+            raise InvalidInput(f"losses_of_step = {step} has losses alone; ask for nothing else with it")
+        samples = await asyncio.to_thread(lambda: [self._decode(message) for message in request.experiences])
+        found, version = await self._run(context, Phase.COMPUTING, self._core.compute_unit_losses, samples, step)
+        return pb.ComputeLogprobsResponse(unit_losses=found.losses, unit_margins=found.margins, policy_version=version)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         score = request.score if request.HasField("score") else None

@@ -41,6 +41,7 @@ from fourfold_trainer.step.batch import check_samples
 from fourfold_trainer.step.forward import Forward, forward_all
 from fourfold_trainer.step.reference import compute_reference
 from fourfold_trainer.step.shadow import compare_gradients
+from fourfold_trainer.step.unit_losses import UnitLosses, compute_unit_losses
 
 _log = logging.getLogger("fourfold.trainer")
 
@@ -285,6 +286,11 @@ class TrainerCore:
                 f"{state.step}; start it anew, without a checkpoint"
             )
         return compute_reference(self.engine, samples, self.config, step=step), state.policy_version
+
+    def compute_unit_losses(self, samples: list[Sample], step: int) -> tuple[UnitLosses, int]:
+        """Return the losses of `unit_losses.compute_unit_losses`, with the policy version."""
+        version = self._status.state.policy_version
+        return compute_unit_losses(self.engine, samples, self.config, step=step, policy_version=version), version
 
     def save_checkpoint(self, score: float | None = None) -> int:
         """Write a checkpoint of the current step, with the held-out score of its weights; return the step."""

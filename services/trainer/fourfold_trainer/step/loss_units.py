@@ -74,6 +74,10 @@ class LossUnits:
         )
         return fill(policy_shares(self.batch, self.config, members), make, dummy)
 
+    def together(self, members: Sequence[int]) -> UnitBatch:
+        """Return the members that `to_train` returned as one batch, on which no pass is made."""
+        return self._unit_batch(members, 1.0, {}, {})
+
     def distance(self, engine: TrainerEngine, members: Sequence[int], work: Work) -> float:
         """Return the mean over the trajectories without a label of the sum of p - f; 0 if the loss measures none.
 

@@ -29,21 +29,9 @@ def unit_objective(
     """Return a micro-batch's part of the step's loss, a scalar, and add its metrics to the accumulator."""
     device, loss = logprobs.device, algorithm.loss
     assert isinstance(loss, SampleLoss), "the micro-batches of other losses have another class"
-    counts, weights, factors = (to_device(a, device) for a in (batch.counts, batch.unit_weights, batch.factors))
-    sums = compared = sample_sums(logprobs, counts)
-    reference = to_device(batch.reference_logprobs, device) if len(batch.reference_logprobs) else None
-    if len(factors):
-        compared = sample_sums(factors * logprobs, counts)
-        reference = None if reference is None else factors * reference
-    # Indexing by a tensor adds up its gradient in a fixed order, also on GPUs, where `index_select` does not.
-    order = to_device(batch.pairs, device) if len(batch.pairs) else slice(None)
-    inputs = SampleInputs(
-        sums=compared[order],
-        counts=counts[order],
-        labels=to_device(batch.labels, device)[order],
-        reference_sums=None if reference is None else sample_sums(reference, counts)[order],
-        distance=settings.distance,
-    )
+    counts, weights = (to_device(a, device) for a in (batch.counts, batch.unit_weights))
+    order, sums = _order(batch, device), sample_sums(logprobs, counts)
+    inputs = loss_inputs(logprobs, batch, distance=settings.distance)
     found = loss.compute(inputs)
     real = weights > 0
     total = (weights * torch.where(real, found.loss, 0.0)).sum()
@@ -63,6 +51,28 @@ def unit_objective(
         accumulator.add_sum(metrics.PAIR_NLL, nll)
         total = total + algorithm.sft_coef * nll
     return total.to(logprobs.dtype)
+
+
+def loss_inputs(logprobs: Tensor, batch: UnitBatch, *, distance: float) -> SampleInputs:
+    """Return what the loss reads of a micro-batch with these log-probabilities of its loss tokens, [k]."""
+    device, order = logprobs.device, _order(batch, logprobs.device)
+    counts, factors = (to_device(a, device) for a in (batch.counts, batch.factors))
+    reference = to_device(batch.reference_logprobs, device) if len(batch.reference_logprobs) else None
+    if len(factors):
+        logprobs = factors * logprobs
+        reference = None if reference is None else factors * reference
+    return SampleInputs(
+        sums=sample_sums(logprobs, counts)[order],
+        counts=counts[order],
+        labels=to_device(batch.labels, device)[order],
+        reference_sums=None if reference is None else sample_sums(reference, counts)[order],
+        distance=distance,
+    )
+
+
+def _order(batch: UnitBatch, device: torch.device) -> Tensor | slice:
+    # Indexing by a tensor adds up its gradient in a fixed order, also on GPUs, where `index_select` does not.
+    return to_device(batch.pairs, device) if len(batch.pairs) else slice(None)
 
 
 def sample_sums(values: Tensor, counts: Tensor) -> Tensor:

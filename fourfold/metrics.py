@@ -6,11 +6,10 @@ that were logged), `lag_change` (text: change of the policy lag limit after the 
 and `scorers` (scored samples by table [[reward]] and name@version). `scorers/NAME/mean`, `/std`, `/samples` and
 `/part/COMPONENT` are of the terms of the score, before their weights, `/cost_usd` of the whole run;
 `shadows/NAME/...` compares a shadow. With named sources of prompts, `data/SOURCE/reward` is the mean score of each, and
-`data/SOURCE/share` its share of the groups. `eval/NAME/score`, `/half_width`, `/loss` (of labelled steps), `/pass_at_K`
-and `/maj_at_K` are of the held-out set NAME (docs/evaluation.md). The trainer sends its part in
-`TrainStepResponse.metrics` under the same names.
-docs/reference/metrics.md defines the tokens that metrics of tokens cover. Only a loss of another distribution has
-metrics that are not in `METRICS`: it names its own.
+`data/SOURCE/share` its share of the groups. `eval/NAME/score`, `/half_width`, `/pass_at_K` and `/maj_at_K`, and of rows
+`/loss` and `/accuracy`, are of the held-out set NAME (docs/evaluation.md). The trainer sends its part in
+`TrainStepResponse.metrics` under the same names. docs/reference/metrics.md defines the tokens that metrics of tokens
+cover. Only a loss of another distribution has metrics that are not in `METRICS`: it names its own.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ PAIR_CHOSEN_LOGPROB: Final = "pair/chosen_logprob"
 PAIR_REJECTED_LOGPROB: Final = "pair/rejected_logprob"
 PAIR_LENGTH_DIFFERENCE: Final = "pair/length_difference"
 PAIR_NLL: Final = "pair/chosen_nll"
+PAIR_NOISE: Final = "pair/noise"
 KTO_DISTANCE: Final = "kto/distance"
 KTO_ACCURACY: Final = "kto/accuracy"
 KTO_MARGIN: Final = "kto/margin"
@@ -164,6 +164,7 @@ ENGINE_STEP_CONTEXT: Final = "rollout/step_context_seconds"
 KV_CACHE_USE: Final = "rollout/kv_cache_use_max"
 CONTINUED_TOKENS: Final = "rollout/continued_tokens"
 LOST_TOKENS: Final = "rollout/lost_tokens"
+TIME_ROWS: Final = "time/rows"
 TIME_GENERATE: Final = "time/generate"
 TIME_REWARD: Final = "time/reward"
 TIME_REFERENCE: Final = "time/reference"
@@ -219,6 +220,8 @@ METRICS: Final[dict[str, str]] = {
     PAIR_REJECTED_LOGPROB: "nats: the same of the other answers",
     PAIR_LENGTH_DIFFERENCE: "tokens: mean length of the preferred answers less that of the others",
     PAIR_NLL: "nats per token: term of algorithm.sft_coef, without it; mean over the updates of the step",
+    PAIR_NOISE: "nats: by how much other samples in its micro-batch change the summed log-probability of an answer of "
+    "one pair, before any weight has changed; one step in 200",
     KTO_DISTANCE: "nats: mean log-ratio of policy and reference over answers of other prompts, at least 0",
     KTO_MARGIN: "mean reward of an answer less that of kto/distance, of the other sign where it is undesirable",
     KTO_ACCURACY: "share in [0, 1]: answers of the updates on the side of kto/distance that their label asks for",
@@ -341,6 +344,7 @@ METRICS: Final[dict[str, str]] = {
     KV_CACHE_USE: "share in [0, 1]: peak use of the KV cache since the last step, fullest engine",
     CONTINUED_TOKENS: "tokens: sampled in calls that ended early, and kept; absent if none",
     LOST_TOKENS: "tokens: sent by engines and in no sample, as after a bad response; absent if none",
+    TIME_ROWS: "seconds: wait for the rows of the step, which are read in advance",
     TIME_GENERATE: "seconds: sampling",
     TIME_REWARD: "seconds: scoring that is not hidden behind sampling",
     TIME_REFERENCE: "seconds: reference log-probabilities that are not hidden behind sampling and scoring",
@@ -354,13 +358,14 @@ METRICS: Final[dict[str, str]] = {
     TIME_STEP: "seconds: whole step, including evaluation and checkpoint",
     DROPPED_SAMPLES: "samples: number dropped in the step; the ledger has the reasons",
     CERTIFICATE_SECONDS: "seconds: until the first certificate of coordinator or members expires; only with TLS",
-    EVAL_SCORE: "score units: mean held-out score, of rows minus the nats per token; of several sets: mean of theirs",
+    EVAL_SCORE: "score units: mean held-out score, of rows as evaluation.metric says; of several sets: mean of theirs",
     EVAL_HALF_WIDTH: "score units: half width of the 95 % interval of eval/score, clustered by task group",
     EVAL_VERSION_MIN: "policy versions: lowest one that sampled a token of a held-out answer",
     EVAL_VERSION_MAX: "policy versions: highest one; above that of the step if no engine kept its weights",
 }
 
 TIMES_OF_A_STEP: Final = (
+    TIME_ROWS,
     TIME_GENERATE,
     TIME_REWARD,
     TIME_REFERENCE,

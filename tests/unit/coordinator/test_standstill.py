@@ -132,7 +132,7 @@ async def test_a_first_step_of_a_quarter_of_a_minute_is_no_wait_and_a_trainer_th
     trainer(scene)
     scene.monitor.tick()
     assert await scene.advance(17) == []
-    cause = "trainer-0 (TrainStep, at most 1:00 h: trainer.step_timeout_seconds)"
+    cause = "trainer-0 (TrainStep, which has no usual time yet, at most 1:00 h: trainer.step_timeout_seconds)"
     assert await scene.advance(1) == [f"waiting for {cause}, for 18 s"]
 
 

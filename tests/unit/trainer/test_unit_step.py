@@ -284,6 +284,22 @@ def test_the_losses_of_units_are_those_that_a_step_takes_the_mean_of(name: str, 
             compute_unit_losses(engine, samples(name), config, step=1)
 
 
+@pytest.mark.parametrize("step", [1, 2, 201])
+def test_the_noise_of_a_pair_is_what_other_samples_change_of_it(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = ToyEngine(config := recipe("dpo", budget=1000))
+    exact = engine.compute_logprobs
+    # Rounding of a product with more rows, made large: each token of a micro-batch of n tokens is n / 100 nats off.
+    monkeypatch.setattr(
+        engine, "compute_logprobs", lambda shares, **k: [[r + len(r) / 100 for r in s] for s in exact(shares, **k)]
+    )
+    result = train_step(engine, pairs(), config, step=step, state=AlgorithmState())
+    found = metrics.summarise(result, config).get(m.PAIR_NOISE)
+    sizes = [[int(s.loss_mask.sum()) for s in pairs() if s.group_id == group] for group in "abcd"]
+    total = sum(map(sum, sizes))
+    expected = [pytest.approx(max(pair) * (total - sum(pair)) / 100, rel=1e-4) for pair in sizes]
+    assert (found is None) if step == 2 else any(found == one for one in expected)
+
+
 def test_losses_of_units_are_refused_for_a_loss_of_tokens_or_scores() -> None:
     for name in ("scores", "all-pairs"):
         with pytest.raises(InvalidInput, match=r"losses_of_step = 2, and algorithm.loss.kind = .* leave it out"):

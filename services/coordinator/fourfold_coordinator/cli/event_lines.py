@@ -28,6 +28,7 @@ _LONG_SECONDS: Final = 10.0  # a wait of at least this age is printed with its a
 _DETAILS: Final = re.compile(r" \((?:[^()]|\([^()]*\))*\)| \d+ of \d+")
 # Metric and label of each part of a step, in their order.
 _PARTS: Final = (
+    (metrics.TIME_ROWS, "rows"),
     (metrics.TIME_GENERATE, "generate"),
     (metrics.TIME_REWARD, "reward"),
     (metrics.TIME_REFERENCE, "reference"),

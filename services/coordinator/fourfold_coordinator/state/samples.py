@@ -196,6 +196,8 @@ class StepBatch:
 
     def times(self) -> dict[str, float]:
         """Return the seconds for which the trainer waited for each part, without overlap."""
+        if self.rows:
+            return {m.TIME_ROWS: self.done - self.began}
         rolled = max(self.rolled, self.began)
         scored = max(self.scored, rolled)
         return {

@@ -123,8 +123,8 @@ class StandstillMonitor:
         for replica in self._router.replicas():
             name, role = replica.member.member_id, replica.member.role
             if call := replica.pending_call:
-                limit = self._step_limit if call in _LONG_CALLS else ""
-                yield f"{name} ({call}{limit})"
+                new = ", which has no usual time yet" if len(self._usual[self._phase]) < _MIN_VISITS else ""
+                yield f"{name} ({call}{f'{new}{self._step_limit}' if call in _LONG_CALLS else ''})"
             elif self._phase in _SAMPLING and (since := replica.calls_since) is not None:
                 age = format_duration(now - since)
                 limit = _SAMPLING_LIMIT if role == Role.ROLE_ROLLOUT else ""

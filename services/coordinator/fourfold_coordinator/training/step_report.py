@@ -217,7 +217,8 @@ def _add_total_time(record: StepRecord) -> None:
     """Store the time of the step so far, and the remainder that no part accounts for."""
     seconds = time.monotonic() - record.began
     record.metrics[m.TIME_STEP] = seconds
-    waited = sum(record.metrics.get(name, 0.0) for name in (m.TIME_GENERATE, m.TIME_REWARD, m.TIME_REFERENCE))
+    waits = (m.TIME_ROWS, m.TIME_GENERATE, m.TIME_REWARD, m.TIME_REFERENCE)
+    waited = sum(record.metrics.get(name, 0.0) for name in waits)
     record.metrics[m.TRAINER_WAIT] = waited / max(seconds, 1e-9)
     record.metrics[m.TIME_OTHER] = seconds - sum(record.metrics.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
 

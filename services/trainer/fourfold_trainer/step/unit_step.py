@@ -8,8 +8,12 @@ There are no advantages: the score of a sample is its label.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import numpy as np
 
+from fourfold import metrics
 from fourfold.algorithm.losses.units import SampleLoss
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.config.schema import Config
@@ -18,9 +22,11 @@ from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
 from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.loss_units import LossUnits
 from fourfold_trainer.step.lr_schedule import learning_rate
-from fourfold_trainer.step.micro_batches import mini_batches
+from fourfold_trainer.step.micro_batches import compute_as_updates, mini_batches, unit_of
 from fourfold_trainer.step.step_result import NO_ACTION_TOKENS, StepResult
 from fourfold_trainer.work import Work
+
+_NOISE_STEPS: Final = 200  # the noise is measured once in this number of steps
 
 
 def train_units(
@@ -42,6 +48,13 @@ def train_units(
         members = units.to_train(mini_batch)
         if not members:
             continue
+        if (
+            loss.reads == "pairs"
+            and loss.trains == "policy"
+            and not result.policy_norms
+            and (step - 1) % _NOISE_STEPS == 0
+        ):
+            result.measured[metrics.PAIR_NOISE] = pair_noise(engine, units, members, result.policy_work)
         shares = units.micro_batches(members)
         settings = UpdateSettings(
             learning_rate=learning_rate(config.trainer, step, config.steps),
@@ -54,3 +67,20 @@ def train_units(
         result.skipped_reason = NO_ACTION_TOKENS
     result.skipped_reason = result.reason_to_skip(trains_policy=True)
     return result
+
+
+def pair_noise(engine: TrainerEngine, units: LossUnits, members: Sequence[int], work: Work) -> float:
+    """Return by how much other samples in its micro-batch change the log-probability of an answer, in nats.
+
+    It is the largest difference over the answers of one pair, summed over their tokens. The passes over the first
+    micro-batch of each rank and over the pair alone are added to `work`.
+    """
+    batch, config = units.batch, units.config
+    together = compute_as_updates(engine.compute_logprobs, batch, config, [members], limit=1)
+    known, numbers = [i for i in members if len(together[i])], unit_of(batch, config)
+    pair = [i for i in known if numbers[i] == numbers[known[0]]]
+    alone = compute_as_updates(engine.compute_logprobs, batch, config, [pair])
+    for part in (known, pair):
+        rows = int(batch.free_lengths[part].sum())
+        work.add(batch.samples.lengths[part].tolist(), rows=rows, backward=False)
+    return max(abs(float((together[i].astype(np.float64) - alone[i]).sum())) for i in pair)

@@ -99,14 +99,14 @@ def format_score(
         measure: see `of_measure`.
     """
     score, spread = of_measure(score, spread, measure)
-    return f"{format_interval(score, spread, 2)} ({format_answers(scored, missing)})"
+    return f"{format_interval(score, spread, 2)} ({format_answers(scored, missing, measure)})"
 
 
 def of_measure(
     score: float, spread: float | Sequence[float] | None, measure: str
 ) -> tuple[float, float | Sequence[float] | None]:
-    """Return the value and the spread to show: with `measure` = "loss" the loss, of which the score is the negative."""
-    if measure != "loss":
+    """Return the value and the spread to show; of a `measure` that is a loss, the score is the negative."""
+    if not measure.endswith("loss"):
         return score, spread
     return -score, [-bound for bound in reversed(spread)] if isinstance(spread, Sequence) else spread
 
@@ -117,18 +117,19 @@ def format_short_score(score: float, scored: int, missing: int, *notes: str, mea
     Example: "1.00 (step 0; 1 of 240 answers; 239 without a score)". `measure` is that of `of_measure`.
     """
     score, _ = of_measure(score, None, measure)
-    words = [*notes, *([format_answers(scored, missing)] if missing else [])]
+    words = [*notes, *([format_answers(scored, missing, measure)] if missing else [])]
     return f"{score:.2f}" + (f" ({'; '.join(words)})" if words else "")
 
 
-def format_answers(scored: int, missing: int) -> str:
+def format_answers(scored: int, missing: int, measure: str = "score") -> str:
     """Return the number of answers with a score and, if there are any, of those without one, as text.
 
-    Examples: "160 answers", "1 of 240 answers; 239 without a score".
+    Examples: "160 answers", "1 of 240 answers; 239 without a score"; "20 pairs" by `measure`, as of `of_measure`.
     """
+    word = "pair" if measure in ("accuracy", "pair loss") else "answer"
     if missing:
-        return f"{scored} of {scored + missing} answers; {missing} without a score"
-    return f"{scored} answer{'s' * (scored != 1)}"
+        return f"{scored} of {scored + missing} {word}s; {missing} without a score"
+    return f"{scored} {word}{'s' * (scored != 1)}"
 
 
 def format_bytes(count: int) -> str:

@@ -171,6 +171,12 @@ def check_rows(config: Config) -> None:
         _check_scores(config)
     if algorithm.loss.of_answers:
         _check_answers(config)
+    only = "accuracy" if algorithm.loss.trains == "scores" else "loss"
+    if config.evaluation.metric not in ("", only) and (only == "accuracy" or not algorithm.loss.of_answers):
+        raise ValueError(
+            f"evaluation.metric = `{config.evaluation.metric}` is not measured with algorithm.loss.kind = "
+            f"`{algorithm.loss.kind}`, whose held-out rows have a score by their {only} alone; remove it"
+        )
     if (holdout := config.data.holdout) is not None and (holdout.field or holdout.unordered_numbers):
         raise ValueError(
             f"data.holdout.field = `{holdout.field}` and unordered_numbers read metadata, which rows have not; set "
@@ -225,11 +231,6 @@ def _check_answers(config: Config) -> None:
     """Check a run whose loss compares whole answers."""
     loss, data = config.algorithm.loss, config.data
     of_answers = f"algorithm.loss.kind = `{loss.kind}` reads {loss.reads}"
-    if config.data.held_out and loss.trains == "policy":
-        raise ValueError(
-            f"data.holdout and data.eval are not evaluated where {of_answers}; remove them, and evaluate the exported "
-            f"model with a recipe that samples answers"
-        )
     advantage = config.algorithm.advantage
     if advantage != type(config.algorithm).model_fields["advantage"].get_default():
         raise ValueError(
@@ -304,6 +305,11 @@ def check_no_rows(config: Config) -> None:
         raise ValueError(
             f"algorithm.loss.kind = `{loss.kind}` trains on rows of the data, not on samples; set "
             f"batch.rows_per_step in place of prompts_per_step and group_size"
+        )
+    if metric := config.evaluation.metric:
+        raise ValueError(
+            f"evaluation.metric = `{metric}` is for held-out rows, and this run scores sampled answers; remove it, or "
+            f"set batch.rows_per_step in place of prompts_per_step"
         )
     for key, field in RowKeys.model_fields.items():
         if (value := getattr(config.data, key)) != field.get_default():

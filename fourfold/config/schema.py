@@ -367,6 +367,9 @@ class EvaluationConfig(Table):
     """Maximum number of prompts of a held-out set; 0: all. A set may have its own number."""
     success: float = 1.0
     """An answer with this score or a higher one is a success, as pass@k and maj@k count."""
+    metric: Literal["", "loss", "accuracy"] = ""
+    """What is the score of held-out pairs and labelled answers, which `checkpoint.keep_best` compares. Empty: accuracy;
+    of answers and texts their loss, and of a reward model its accuracy, which they have alone."""
 
 
 class CheckpointConfig(Table):

@@ -112,6 +112,10 @@ def damage_reference(stage: RowStage, *, cut: bool) -> Path:
     return path
 
 
+def count_references(stage: RowStage) -> int:
+    return len(list(Path(stage.config.data.cache).glob("reference-*.bin")))
+
+
 def begin_anew(stage: RowStage) -> None:
     """Remove what a run has written, but not what its data has in the cache."""
     for path in stage.folder.iterdir():
@@ -232,6 +236,34 @@ async def test_the_score_of_held_out_rows_is_their_loss(make_rows: Callable[...,
     )
     trained = {row for batch in tokens(stage.batches) for row in batch}
     assert len(trained) == 7 and stage.trainer.scores[2] == report["eval_after"]["score"]
+    await stage.close()
+
+
+@pytest.mark.parametrize("preset", ["dpo", "kto"])
+async def test_held_out_pairs_and_labels_are_compared_with_the_reference_before_step_1(
+    make_rows: Callable[..., RowStage], preset: str
+) -> None:
+    stage = make_rows(steps=4, preset=preset, holdout={"field": "", "groups": 3})
+    hangs = hang_in_step(stage, 4)
+    await stage.start()
+    await hangs.wait()
+    await stage.kill()
+    await stage.trainer.kill()
+    stage.use(successor(stage.trainer))
+    await stage.start()
+    assert await stage.finish() == 0
+    # Four steps of the first pass over seven rows and one of three held-out ones; the resumed run reads the file.
+    assert stage.trainer.reference_steps == [] and count_references(stage) == 2
+    before, after = (stage.report()[key] for key in ("eval_before", "eval_after"))
+    (first,), (last,) = before["sets"], after["sets"]
+    assert (before["score"], first["accuracy"], first["loss"], before["n"]) == (0.5, 0.5, pytest.approx(np.log(2)), 3)
+    assert after["score"] == last["accuracy"] and last["loss"] != first["loss"]
+    assert first["measure"] == ("label accuracy" if preset == "kto" else "accuracy")
+    shown = "(3 answers)" if preset == "kto" else "(3 pairs)"
+    assert shown in "\n".join(report_lines(stage.folder))
+    rows = [json.loads(line) for line in (stage.folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["eval/holdout/loss"] == pytest.approx(last["loss"])
+    assert not {"time/reward", "time/generate"} & rows[-1].keys() and "time/rows" in rows[-1]
     await stage.close()
 
 

@@ -153,6 +153,15 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             raise Unavailable("the answer is lost")
         return self._answer
 
+    def margins(self, samples: list[Sample]) -> list[float]:
+        """Return by how much each pair, or labelled answer, gained on the reference as the data asks for."""
+        signs, found = {True: 1, False: -1}, dict[str, float]()
+        for one in (s for s in samples if s.score is not None):
+            gain = toy_logprobs(self.weights, one.token_ids) - one.reference_logprobs
+            gained = signs[(one.score or 0) > 0] * float(gain[one.loss_mask].sum())
+            found[one.group_id] = found.get(one.group_id, 0.0) + gained
+        return list(found.values())
+
     async def ComputeLogprobs(
         self, request: trainer.ComputeLogprobsRequest, context: Context
     ) -> trainer.ComputeLogprobsResponse:
@@ -163,6 +172,12 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
                 raise WrongState("the first weights are gone")
         if self.on_probe is not None:
             await self.on_probe()
+        if request.losses_of_step:
+            margins = self.margins([decode(e, vocabulary_size=VOCABULARY, max_tokens=64) for e in request.experiences])
+            losses = np.logaddexp(0.0, [-margin for margin in margins])
+            return trainer.ComputeLogprobsResponse(
+                unit_losses=losses, unit_margins=margins, policy_version=self.version
+            )
         rows = [toy_logprobs(self.weights, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
         return trainer.ComputeLogprobsResponse(logprobs=[pack_floats(r) for r in rows], policy_version=self.version)
 

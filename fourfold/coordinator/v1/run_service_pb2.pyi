@@ -431,8 +431,9 @@ class EvalRecord(_message.Message):
     high: _builtins.float
     """See low; set with it."""
     measure: _builtins.str
-    """"loss": scores are minus the loss in nats per token. "accuracy": shares of pairs that a reward model orders as the
-    data does. "score", or empty from an older coordinator: those of scorers.
+    """"loss": scores are minus the loss in nats per token. "accuracy": shares of pairs that the model orders as the data
+    does; "label accuracy": of labelled answers. "pair loss", "label loss": minus the mean loss of these. "score", or
+    empty from an older coordinator: those of scorers.
     """
     @_builtins.property
     def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalSetRecord]:

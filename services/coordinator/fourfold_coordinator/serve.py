@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import os
 import sqlite3
@@ -74,7 +75,7 @@ from .routing.registry import Member, MemberChange, Registry
 from .routing.rendezvous import RendezvousServicer
 from .routing.router import MemberState, Router, rest_after
 from .routing.trainer_session import TrainerSession
-from .rows.open_rows import OpenRows, open_rows
+from .rows.open_rows import STORES_KEY, OpenRows, open_rows
 from .sinks.sink import check_sinks
 from .sinks.supervisor import SinkProcesses
 from .state.experiences import FOLDER as EXPERIENCES_FOLDER
@@ -356,16 +357,18 @@ class Coordinator:
         """Return the loop, which takes its samples from engines or, with `rows`, from the data."""
         if rows is None:
             return TrainingLoop(context, GroupProducer(context), recipe, history, self._evaluator(context))
-        timeout = self._config.trainer.step_timeout_seconds
-        loss = self._config.algorithm.loss
-        scored: Scored = "" if loss.trains == "policy" else "steps" if loss.reads == "steps" else "answers"
-        evaluator = RowEvaluator(rows.held_out, context.session, timeout=timeout, scored=scored)
-        reference = PreparedReference(context, rows.train) if self._config.prepares_reference else None
+        config, train, references = self._config, None, dict[str, PreparedReference]()
+        if config.prepares_reference:
+            train = PreparedReference(context, rows.train)
+            references = {s.name: PreparedReference(context, s.steps(config), s.name) for s in rows.held_out}
+        attach = {name: each.attach for name, each in references.items()}
+        evaluator = RowEvaluator(rows.held_out, context.session, config, attach)
         teacher = None
-        if self._config.algorithm.loss.teacher_tokens:
-            vocabulary = model_folder.shape(self._config.model.source).vocabulary
-            teacher = Teacher(context.service_calls, self._config, vocabulary_size=vocabulary)
-        return TrainingLoop(context, RowFeed(rows.train, reference, teacher), recipe, history, evaluator)
+        if config.algorithm.loss.teacher_tokens:
+            vocabulary = model_folder.shape(config.model.source).vocabulary
+            teacher = Teacher(context.service_calls, config, vocabulary_size=vocabulary)
+        feed = RowFeed(rows.train, train, teacher, held_out=references.values())
+        return TrainingLoop(context, feed, recipe, history, evaluator)
 
     def _evaluator(self, context: RunContext) -> Evaluator:
         return Evaluator(
@@ -467,6 +470,7 @@ class Coordinator:
             log.warning("data: %s", warning)
         digest, changes = await asyncio.to_thread(rows.digest), history.changes(self._config)
         await self._disk.write(check_same_data, digest, ledger, changes)
+        await self._disk.write(ledger.put, {STORES_KEY: json.dumps(rows.folders())})
         return rows
 
     async def _load_prompts(self, ledger: Ledger, history: RecipeHistory) -> PromptSet:

@@ -120,11 +120,8 @@ def test_labelled_steps_have_keys_of_their_own(tmp_path: Path) -> None:
             "algorithm.sft_coef=0.5",
             "sft_coef = 0.5 weighs the preferred answers of pairs, or answers beside a t",
         ),
-        (
-            "dpo",
-            "data.holdout={field='', groups=2}",
-            "data.holdout and data.eval are not evaluated where algorithm.los",
-        ),
+        ("sft", "evaluation.metric=accuracy", "is not measured with algorithm.loss.kind = `nll`, whose held-out rows"),
+        ("reward-model", "evaluation.metric=loss", "whose held-out rows have a score by their accuracy alone"),
         (
             "dpo",
             "data.loss_on=last",

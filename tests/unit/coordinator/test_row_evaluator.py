@@ -27,6 +27,15 @@ from tests.support.template_shapes import SHAPES
 SCORES = {"a": (2.0, 1.0), "b": (-1.0, 0.5), "c": (0.25, 0.25), "d": (3.0, -3.0)}
 
 
+def config_of(reads: str) -> Any:
+    """Return what the evaluator reads of the recipe of a reward model."""
+    return SimpleNamespace(
+        trainer=SimpleNamespace(step_timeout_seconds=5),
+        evaluation=SimpleNamespace(metric=""),
+        algorithm=SimpleNamespace(loss=SimpleNamespace(trains="scores", reads=reads, of_answers=True)),
+    )
+
+
 class Session:
     """A trainer that scores a text by its letter and its side."""
 
@@ -61,7 +70,7 @@ async def test_a_pair_in_order_counts_1_and_one_of_equal_scores_half(
     session: Any = Session(tokenizer)
     held_out = HeldOutRows(name="holdout", stores=[store], units=np.arange(4))
     progress = list[tuple[int, int]]()
-    evaluator = RowEvaluator([held_out], session, timeout=5, scored="answers")
+    evaluator = RowEvaluator([held_out], session, config_of("pairs"))
     found = await evaluator.run(step=3, version=2, engine=None, on_progress=lambda *numbers: progress.append(numbers))
     assert found is not None and found.row.score == pytest.approx((1 + 0 + 0.5 + 1) / 4)
     assert found.row.measure == "accuracy" and found.row.answer_count == 4 and progress[-1] == (4, 4)
@@ -94,7 +103,7 @@ async def test_held_out_steps_have_an_accuracy_and_a_loss(tmp_path: Path) -> Non
             return await work(SimpleNamespace(trainer=Trainer()))
 
     held_out = HeldOutRows(name="holdout", stores=[store], units=np.arange(2))
-    evaluator = RowEvaluator([held_out], Calls(), timeout=5, scored="steps")  # type: ignore[arg-type]
+    evaluator = RowEvaluator([held_out], Calls(), config_of("steps"))  # type: ignore[arg-type]
     found = await evaluator.run(step=3, version=2, engine=None, on_progress=lambda *_: None)
     assert found is not None and found.row.score == pytest.approx(2 / 4) and found.row.answer_count == 4
     pairs = [(2.0, 1.0), (0.5, 0.25), (-1.0, 0.0), (-3.0, 1.0)]

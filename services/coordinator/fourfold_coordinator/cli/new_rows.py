@@ -93,9 +93,9 @@ def rows_recipe(answers: RowAnswers) -> str:
         given = source.model_dump(exclude_unset=True)
         lines += ["", "[data.train]" if len(answers.sources) == 1 else "[[data.train]]"]
         lines += [f"{key} = {value(found)}" for key, found in given.items() if found]
-    if (groups := int(total * _HELD_OUT_SHARE)) and (reads == "answers" or scores):
+    if (groups := int(total * _HELD_OUT_SHARE)) > 1:
         lines += [
-            "", f"# Prompts that are never trained on, to measure the {'accuracy' if scores else 'loss'}.",
+            "", f"# Prompts that are never trained on, to measure the {'loss' if reads == 'answers' else 'accuracy'}.",
             "[data.holdout]", 'field = ""', f"groups = {min(groups, 200)}",
             "", "[evaluation]", f"every_steps = {max(1, min(50, steps // 4))}",
         ]  # fmt: skip

@@ -81,5 +81,5 @@ def _row(name: str, row: Mapping[str, Any], measure: str) -> str:
     value, spread = of_measure(row["score"], row.get("interval") or row.get("half_width"), measure)
     score = format_interval(value, spread, 3)
     if missing := row.get("missing"):
-        score += f" ({format_answers(row['n'], missing)})"
+        score += f" ({format_answers(row['n'], missing, measure)})"
     return f"| {name} | {row['step']} | {score} |"

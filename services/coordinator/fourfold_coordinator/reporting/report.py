@@ -68,6 +68,16 @@ _PANELS: Final = (
     ("|trainer - engine|, nats", m.MISMATCH_MEAN),
     ("seconds of a step", m.TIME_STEP),
 )
+# Metric of the training steps beside each measure of held-out sets; the first with values where there are none.
+_TRAINING: Final = (
+    ("score", m.REWARD_MEAN),
+    ("loss", m.NLL),
+    ("accuracy", m.PAIR_ACCURACY),
+    ("accuracy", m.SCORE_ACCURACY),
+    ("label accuracy", m.KTO_ACCURACY),
+    ("pair loss", m.POLICY_LOSS),
+    ("label loss", m.POLICY_LOSS),
+)
 _INCHES: Final = 7.0, 4.0
 _PANEL_INCHES: Final = 1.8
 
@@ -82,13 +92,15 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    main, word = next(((name, word) for name, word in m.MAIN.items() if points_of(steps, name)), ("", "reward"))
-    panels = [(text, points) for text, name in _PANELS if name != main and (points := points_of(steps, name))]
+    # Of a measure with several metrics the first one counts.
+    main = {measure: name for measure, name in reversed(_TRAINING) if points_of(steps, name)}
+    measure = evals[-1].measure if evals else next(reversed(main), "score")
+    shown = main.get(measure, "")
+    panels = [(text, points) for text, name in _PANELS if name != shown and (points := points_of(steps, name))]
     height = _INCHES[1] + (_PANEL_INCHES if panels else 0)
     figure = Figure(figsize=(_INCHES[0], height), dpi=120, layout="constrained")
     rows: Any = figure.subfigures(2, 1, height_ratios=[_INCHES[1], _PANEL_INCHES]) if panels else [figure]
-    measure = evals[-1].measure if evals else "score" if word == "reward" else word
-    draw_scores(rows[0].subplots(), points_of(steps, main), evals, title, measure=measure)
+    draw_scores(rows[0].subplots(), points_of(steps, shown), evals, title, measure=measure)
     if panels:
         for axes, (text, points) in zip(rows[1].subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.plot(*zip(*points, strict=True), color="tab:gray", marker=_marker(points))
@@ -106,10 +118,10 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
 def draw_scores(
     axes: Any, training: Sequence[tuple[int, float]], evals: Sequence[EvalRow], title: str, *, measure: str = "score"
 ) -> None:
-    """Draw training steps and held-out sets: the rewards and scores, or both by `measure`, "loss" or "accuracy"."""
-    is_loss = measure == "loss"
+    """Draw the rewards of the training steps and the held-out scores; with another `measure`, what both have of it."""
+    is_loss = measure.endswith("loss")
     if training:
-        label = f"training {'reward' if measure == 'score' else measure}"
+        label = "training reward" if measure == "score" else f"training {measure}"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.7, label=label, marker=_marker(training))
     if evals:
         distances = [_distances(row)[:: -1 if is_loss else 1] for row in evals]
@@ -127,7 +139,7 @@ def draw_scores(
         found = [(row.step, result.score) for row in evals for result in row.sets if result.name == name]
         points = [(step, -score if is_loss else score) for step, score in found]
         axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, alpha=0.7, label=name)
-    ylabel = {"loss": "loss, nats per token", "accuracy": "accuracy"}.get(measure, "mean score")
+    ylabel = {"loss": "loss, nats per token", "score": "mean score"}.get(measure, measure)
     axes.set(title=title, xlabel="training steps", ylabel=ylabel)
     axes.grid(alpha=0.3)
     if training or evals:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.arrays import Int64Array
+from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.sample.sample import Sample
 
-from .row_source import to_sample
+from .row_source import CALL_TOKENS, RowSource, to_sample
 from .store import TokenStore
 
 log = logging.getLogger("fourfold.coordinator")
@@ -36,6 +37,31 @@ class HeldOutRows:
                 name = f"{self.name}-{unit}-{i}"
                 sample = to_sample(store.sample(i), sample_id=name, group_id=name, default_score=1.0)
                 yield sample, int(store.index["group"][i])
+
+    def steps(self, config: Config) -> RowSource:
+        """Return the units in steps like those of the training, in the order of the files, each once.
+
+        Raises:
+            ConfigError: there is one labelled answer, which has no answer of another prompt beside it.
+        """
+        distant = config.algorithm.loss.measures_distance
+        if distant and len(self.units) < 2:
+            raise ConfigError(
+                f"the held-out set {self.name} has {len(self.units)} row, and algorithm.loss.kind = "
+                f"`{config.algorithm.loss.kind}` joins prompts with the answers of other rows; hold out at least 2"
+            )
+        most = len(self.units)
+        if distant:  # the answers of other prompts, on which the distance is measured, must be in the same call
+            most = min(most, max(CALL_TOKENS // (3 * max(store.meta.longest_unit for store in self.stores)), 2))
+        return RowSource(
+            self.stores,
+            units=self.units,
+            rows_per_step=min(config.batch.rows_per_step, most),
+            seed=config.seed,
+            shuffled=False,
+            passes=1.0,
+            mismatched_tokens=config.model.max_context_tokens if distant else 0,
+        )
 
 
 def check_overlap(held_out: HeldOutRows, train: Sequence[TokenStore], *, fails: bool) -> None:

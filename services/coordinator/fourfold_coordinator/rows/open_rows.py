@@ -28,6 +28,8 @@ from .normal import CONVERSATIONS, READS, Form, Reads, RowFields, default_loss_o
 from .row_source import RowSource, split_held_out
 from .store import TokenStore, check_dropped, check_labels, prepare_store
 
+STORES_KEY: Final = "token_stores"
+"""Key in the ledger for the folders of the token stores of a run, a JSON list, which `fourfold view` reads."""
 _SPLIT_PRESET: Final = "pretrain"
 _GENERATED: Final = {"question": "", "answer": ""}  # columns of every task of reasoning-gym
 
@@ -43,6 +45,11 @@ class OpenRows:
     def digest(self) -> str:
         """Return a SHA-256 (hex) of the rows to train on; a resumed run must have the same."""
         return self.train.digest()
+
+    def folders(self) -> list[str]:
+        """Return the folders of the token stores, those of the rows to train on first."""
+        stores = itertools.chain(self.train.stores, *(each.stores for each in self.held_out))
+        return list(dict.fromkeys(str(store.folder.absolute()) for store in stores))
 
 
 def open_rows(config: Config, tokenizer: Tokenizer) -> OpenRows:
@@ -75,6 +82,9 @@ def open_rows(config: Config, tokenizer: Tokenizer) -> OpenRows:
         passes=data.passes or None,
         mismatched_tokens=config.model.max_context_tokens if config.algorithm.loss.measures_distance else 0,
     )
+    if config.algorithm.loss.measures_distance:
+        for each in held_out:
+            each.steps(config)  # refuses a set that is too small
     if train.steps is not None and config.steps not in (0, train.steps):
         raise ConfigError(
             f"steps = {config.steps}, and data.passes = {data.passes:g} makes {train.steps} steps; remove steps, or "

@@ -14,6 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from fourfold.arrays import Float32Array
 from fourfold.config.schema import Config
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, WrongState
 from fourfold.model import folder as model_folder
 from fourfold.model.classifier import folder_digest
 from fourfold.sample import Sample
@@ -96,6 +97,28 @@ class ReferenceFile:
             error.filename = str(self.path)  # the full disk may be another one than that of the run's folder
             raise
 
+    def attach(self, batch: RowBatch, step: int) -> tuple[Sample, ...]:
+        """Return the samples of a step with their reference log-probabilities.
+
+        Raises:
+            WrongState: those of a sample were not computed, or are damaged.
+        """
+        found = list[Sample]()
+        for slot, sample in zip(batch.slots, batch.samples, strict=True):
+            logprobs = self.read(slot, sample)
+            if logprobs is None:
+                raise self.lost(step, f"it has none, or damaged ones, for sample {sample.sample_id}")
+            found.append(replace(sample, reference_logprobs=logprobs))
+        return tuple(found)
+
+    def lost(self, step: int, what: str) -> WrongState:
+        """Return the error of a step that needs log-probabilities which are no longer there."""
+        return WrongState(
+            f"step {step} needs the reference log-probabilities of {self.path}, and {what}. They are those of "
+            f"the weights before step 1, which the trainer has no more: start a run of the recipe that this one began "
+            f"with, for as many steps, under another name; stop it when its step 1 begins, and resume this run"
+        )
+
     def sync(self) -> None:
         """Return when what was written survives a loss of power."""
         with self.path.open("rb") as file:
@@ -112,15 +135,16 @@ def _checksum(sample: Sample, data: bytes) -> bytes:
     return (found or 1).to_bytes(_FLOAT_BYTES, "little")  # 0 is a place that was never written
 
 
-def reference_path(config: Config, rows: RowSource) -> Path:
+def reference_path(config: Config, rows: RowSource, weights: str | None) -> Path:
     """Return the file for a recipe: of everything that decides a log-probability to the last bit.
 
-    That is the model, the rows with their order, and the sizes that decide which samples share a micro-batch. Reads the
-    whole model: call it in a thread.
+    That is the model, the rows with their order, and the sizes that decide which samples share a micro-batch.
+    `weights` is the digest of the model's folder. None: it is computed, which reads the whole model; call this in a
+    thread.
     """
     parts = {
         "version": FORMAT_VERSION,
-        "weights": folder_digest(model_folder.resolve(config.model.source)),
+        "weights": weights or folder_digest(model_folder.resolve(config.model.source)),
         "model": config.model.model_dump(mode="json", exclude={"source"}),
         "batch": config.batch.model_dump(mode="json"),
         "trainer": config.trainer.model_dump(mode="json", include=set(_TRAINER_KEYS)),

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -31,6 +31,9 @@ _DEFAULT_SCORE: dict[Reads, float | None] = {"answers": 1.0, "pairs": 1.0, "labe
 """Score of a row without a value of its own: weight 1, also of steps, whose labels are token rewards; of the chosen
 answer of a pair, whose other one has 0."""
 
+CALL_TOKENS: Final = 700_000
+"""Most tokens of a call to the trainer: of 9 bytes with reference log-probabilities. A call takes at most 8 MiB."""
+
 _LEAST_MARGIN: Final = 2.0**-100
 """Score of the chosen answer of a pair with a margin of 0: above that of the other one, and 0 in every sum."""
 
@@ -48,6 +51,24 @@ class RowBatch:
     def units(self) -> int:
         """Number of answers or of pairs."""
         return self.next_position - self.first_position
+
+    def parts(self) -> Iterator[RowBatch]:
+        """Yield the samples in parts that one call can carry; the samples of a unit stay together.
+
+        A larger step has other micro-batches at the borders of its parts, and the first update then sees rounding
+        there.
+        """
+        begin, tokens = 0, 0
+        for i, sample in enumerate(self.samples):
+            new_unit = i and sample.group_id != self.samples[i - 1].group_id
+            if new_unit and tokens + 2 * len(sample.token_ids) > CALL_TOKENS:
+                yield self._part(begin, i)
+                begin, tokens = i, 0
+            tokens += len(sample.token_ids)
+        yield self._part(begin, len(self.samples))
+
+    def _part(self, begin: int, end: int) -> RowBatch:
+        return replace(self, samples=self.samples[begin:end], slots=self.slots[begin:end])
 
 
 class RowSource:

@@ -27,9 +27,10 @@ class Example:
 
 Interval = tuple[Finite, Finite]
 """Bounds of a 95 % interval, clustered by task group."""
-Measure = Literal["score", "loss", "accuracy"]
-"""What a score is: that of scorers; minus the loss in nats per token; the share of pairs in the order of the data, or
-of labelled steps on the side of their label."""
+Measure = Literal["score", "loss", "accuracy", "pair loss", "label accuracy", "label loss"]
+"""What a score is: that of scorers; minus the loss in nats per token; the share of pairs in the order of the data,
+or of labelled steps on the side of their label;
+minus the mean loss of a pair; the share of labelled answers on the side of their label; minus their mean loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,8 @@ class SetResult:
     majority_at: tuple[AtK, ...]
     interval: Interval | None = None  # None also where an earlier release wrote it
     measure: Measure = "score"
-    loss: Finite | None = None  # mean over the labelled steps, in nats; None elsewhere
+    loss: Finite | None = None  # mean over pairs, labelled answers or steps; None: the score is all that is measured
+    accuracy: Finite | None = None  # share of them that the model orders as the data does; equal ones count half
 
     @property
     def bounds(self) -> Interval | None:
@@ -66,9 +68,9 @@ class SetResult:
         return _bounds(self.score, self.half_width, self.interval)
 
     def metrics(self) -> dict[str, float]:
-        """Return score, half_width and loss (if known), pass_at_K and maj_at_K."""
-        found = {"score": self.score} | ({} if self.half_width is None else {"half_width": self.half_width})
-        found |= {} if self.loss is None else {"loss": self.loss}
+        """Return score, half_width, loss and accuracy (if known), pass_at_K and maj_at_K."""
+        known = {"half_width": self.half_width, "loss": self.loss, "accuracy": self.accuracy}
+        found = {"score": self.score} | {key: value for key, value in known.items() if value is not None}
         found |= {f"pass_at_{each.k}": each.value for each in self.pass_at}
         return found | {f"maj_at_{each.k}": each.value for each in self.majority_at}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,10 +29,18 @@ class RowFeed:
     """The rows of a run that are not trained yet: a `StepSource`, whose position is the number of rows taken."""
 
     def __init__(
-        self, rows: RowSource, reference: PreparedReference | None = None, teacher: Teacher | None = None
+        self,
+        rows: RowSource,
+        reference: PreparedReference | None = None,
+        teacher: Teacher | None = None,
+        *,
+        held_out: Collection[PreparedReference] = (),
     ) -> None:
-        """Feed rows, with the log-probabilities of a reference, or a teacher's tokens, if the loss reads them."""
-        self._rows, self._reference, self._teacher = rows, reference, teacher
+        """Feed rows, with the log-probabilities of a reference, or a teacher's tokens, if the loss reads them.
+
+        `held_out`: references of held-out rows, which are prepared with that of `rows`.
+        """
+        self._rows, self._reference, self._teacher, self._held_out = rows, reference, teacher, tuple(held_out)
         self._position, self._passes = rows.position, rows.passes_done
         self._ahead: dict[int, asyncio.Future[RowBatch | None]] = {}  # the next step, if its rows have been read
         self._taught: RowBatch | None = None  # these with the teacher's tokens
@@ -54,8 +62,8 @@ class RowFeed:
         """Continue with the row after those that were trained. Before step 1, have the reference computed."""
         self._ahead.clear()
         self._rows.position = self._position = position.next_position
-        if self._reference is not None:
-            await self._reference.prepare(position)
+        for each in filter(None, (self._reference, *self._held_out)):
+            await each.prepare(position)
 
     def mark_trained(self, version: int, rule: AsynchronyConfig, *, lag_limit: int) -> None:
         """Do nothing: no sample waits for new weights."""
@@ -108,7 +116,7 @@ class RowFeed:
                 f"raise data.passes"
             )
         batch.rows, self._position, self._passes = found.samples, found.next_position, self._rows.passes_done
-        batch.rolled = batch.scored = batch.done = time.monotonic()
+        batch.done = time.monotonic()
         return batch
 
     def metrics(self, batch: StepBatch, *, policy_version: int) -> dict[str, float]:

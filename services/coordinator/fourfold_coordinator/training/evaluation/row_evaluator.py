@@ -1,57 +1,83 @@
-"""Measures held-out rows: their loss by log-probabilities of the trainer, or the accuracy of its reward model."""
+"""Measures held-out rows by the trainer: the loss of answers, loss and accuracy of pairs and labels, or of scores."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, TypeAlias
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from fourfold.arrays import Float32Array
-from fourfold.errors import PeerFault, WrongState
+from fourfold.config.schema import Config
+from fourfold.errors import ConfigError, PeerFault, WrongState
 from fourfold.sample import Sample
 from fourfold.text import format_score
 
 from ...reporting.estimators import clustered_interval
 from ...routing.replica import Replica, ReplicaKey
-from ...routing.trainer_session import TrainerSession
 from ...rows.held_out import HeldOutRows
+from ...rows.row_source import RowBatch
 from ...state.eval_results import EvalRow, Evaluation, Measure, SetResult, half_width, mean_of_sets
 
 log = logging.getLogger("fourfold.coordinator")
 
-_Measured: TypeAlias = tuple[list[float], list[str], float, float | None]
-"""A value for each row, pair or step, whose mean is the score of the set; the group of each; mean tokens of an answer;
-the mean loss of a step."""
+T = TypeVar("T")
+Attach: TypeAlias = Callable[[RowBatch, int], tuple[Sample, ...]]
+"""Returns the samples of a step with their reference log-probabilities; called in a thread."""
 
-Scored: TypeAlias = Literal["", "answers", "steps"]
-"""What a reward model that is trained scores; empty: none is trained."""
+
+class Session(Protocol):
+    """Calls the trainer, as `TrainerSession`."""
+
+    async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
+        """Return what `work` returns for the trainer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What was measured of a set."""
+
+    values: Sequence[float]  # of each row, pair or step; their mean is the score of the set
+    clusters: Sequence[str]  # the group of each
+    tokens: float  # mean tokens of an answer
+    loss: float | None = None
+    accuracy: float | None = None
+
+
 _CALL_TOKENS: Final = 1 << 20  # of 4 bytes: a call takes at most 8 MiB
 _NOT_FINITE: Final = "NOT_FINITE"  # reason of the client for log-probabilities that are not
 
 
 class RowEvaluator:
-    """A `PolicyEvaluator` without engines. The score of a set is minus its loss per token, so that higher is better.
+    """A `PolicyEvaluator` without engines. The score of a set is what `evaluation.metric` says; higher is better.
 
-    That of a reward model is its accuracy: the share of pairs whose preferred answer has the greater score. A pair of
-    equal scores counts half. That of a process reward model is the share of steps whose score is above 0 where their
-    label is above 0.5, and not above 0 elsewhere; the loss is measured, too.
+    That is minus the loss: per token, or per pair or labelled answer. Or it is the accuracy: the share of pairs whose
+    preferred answer has the greater reward or score, and of answers on the side of their label; equal ones count half.
+    Of a process reward model it is the share of steps whose score is above 0 where their label is above 0.5, and not
+    above 0 elsewhere.
     """
 
     def __init__(
         self,
         sets: Sequence[HeldOutRows],
-        session: TrainerSession,
-        *,
-        timeout: float,
-        scored: Scored = "",
+        session: Session,
+        config: Config,
+        references: Mapping[str, Attach] = MappingProxyType({}),
     ) -> None:
-        """Evaluate `sets`; a call to the trainer may take `timeout` seconds. `scored`: what its reward model scores."""
-        self._sets, self._session, self._timeout = tuple(sets), session, timeout
-        self._values = {"": self._loss, "answers": self._accuracy, "steps": self._step_accuracy}[scored]
-        self._measure: Measure = "accuracy" if scored else "loss"
+        """Evaluate `sets`, by name with the log-probabilities of a reference if the loss compares with one."""
+        self._sets, self._session, self._config, self._references = tuple(sets), session, config, references
+        self._timeout, self._measure = config.trainer.step_timeout_seconds, measure_of(config)
+        loss = config.algorithm.loss
+        if loss.trains == "scores":
+            self._values = self._step_accuracy if loss.reads == "steps" else self._accuracy
+        else:
+            self._values = self._units if loss.of_answers else self._loss
 
     async def run(
         self, *, step: int, version: int, engine: ReplicaKey | None, on_progress: Callable[[int, int], None]
@@ -85,21 +111,22 @@ class RowEvaluator:
 
     async def _evaluate(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> SetResult:
         began = time.monotonic()
-        values, clusters, tokens, loss = await self._values(held_out, on_progress)
-        _, interval = clustered_interval(values, clusters)
+        found = await self._values(held_out, on_progress)
+        _, interval = clustered_interval(found.values, found.clusters)
         return SetResult(
             name=held_out.name,
-            score=sum(values) / len(values),
+            score=sum(found.values) / len(found.values),
             half_width=half_width(interval),
             interval=interval,
-            answer_count=len(values),
+            answer_count=len(found.values),
             missing_count=0,
-            tokens_per_answer=tokens,
+            tokens_per_answer=found.tokens,
             seconds=round(time.monotonic() - began, 3),
             pass_at=(),
             majority_at=(),
             measure=self._measure,
-            loss=loss,
+            loss=found.loss,
+            accuracy=found.accuracy,
         )
 
     async def _loss(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
@@ -114,7 +141,37 @@ class RowEvaluator:
         loss, mean_count = sum(sums) / sum(counts), sum(counts) / len(counts)
         # The loss is a ratio of two sums. These values have it as their mean, and its variance as theirs.
         values = [-loss - (total - loss * count) / mean_count for total, count in zip(sums, counts, strict=True)]
-        return values, clusters, mean_count, None
+        return _Measured(values=values, clusters=clusters, tokens=mean_count)
+
+    async def _units(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
+        rows, reference = held_out.steps(self._config), self._references.get(held_out.name)
+        losses, margins, clusters, counts = list[float](), list[float](), list[str](), list[int]()
+        for step in range(1, rows.steps_of_pass + 1):
+            batch = await asyncio.to_thread(rows.take, step)
+            assert batch is not None, "a pass has this many steps"
+            units = map(rows.unit_at, range(batch.first_position, batch.next_position))
+            clusters += [str(int(store.index["group"][found[0]])) for store, found in units]
+            if reference is not None:
+                batch = replace(batch, samples=await asyncio.to_thread(reference, batch, step))
+            for part in batch.parts():
+                for values, more in zip((losses, margins), await self._unit_losses(part, step), strict=True):
+                    values += more
+            counts += [int(s.loss_mask.sum()) for s in batch.samples if s.score is not None]
+            on_progress(len(losses))
+        loss, tokens = sum(losses) / len(losses), sum(counts) / len(counts)
+        right = [float(1 + np.sign(margin)) / 2 for margin in margins]
+        if self._measure.endswith("accuracy") and not right:
+            raise ConfigError(
+                f"algorithm.loss.kind = `{self._config.algorithm.loss.kind}` has no margin, by whose sign "
+                f'evaluation.metric = "accuracy" counts; set it to "loss", or report `pair/margin` in `means`'
+            )
+        return _Measured(
+            values=[-value for value in losses] if self._measure.endswith("loss") else right,
+            clusters=clusters,
+            tokens=tokens,
+            loss=loss,
+            accuracy=sum(right) / len(right) if right else None,
+        )
 
     async def _accuracy(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
         scores, lengths, clusters = list[float](), list[int](), list[str]()
@@ -125,7 +182,7 @@ class RowEvaluator:
             on_progress(len(scores) // 2)
         # The samples of a pair are neighbours, that of the preferred answer first.
         values = [float(1 + np.sign(one - two)) / 2 for one, two in zip(scores[0::2], scores[1::2], strict=True)]
-        return values, clusters[0::2], sum(lengths) / len(lengths), None
+        return _Measured(values=values, clusters=clusters[0::2], tokens=sum(lengths) / len(lengths))
 
     async def _step_accuracy(self, held_out: HeldOutRows, on_progress: Callable[[int], None]) -> _Measured:
         scores, labels, lengths, clusters = list[Float32Array](), list[Float32Array](), list[int](), list[str]()
@@ -138,12 +195,19 @@ class RowEvaluator:
             on_progress(len(scores))
         h, t = np.concatenate(scores).astype(np.float64), np.concatenate(labels).astype(np.float64)
         loss = float((t * np.logaddexp(0, -h) + (1 - t) * np.logaddexp(0, h)).mean())  # that of `step-labels`
-        return ((h > 0) == (t > 0.5)).astype(float).tolist(), clusters, sum(lengths) / len(lengths), loss
+        right = ((h > 0) == (t > 0.5)).astype(float).tolist()
+        return _Measured(values=right, clusters=clusters, tokens=sum(lengths) / len(lengths), loss=loss)
 
     async def _logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        async def compute(trainer: Replica) -> list[Float32Array]:
+        return await self._ask(lambda r: r.trainer.compute_logprobs(samples, timeout=self._timeout))
+
+    async def _unit_losses(self, part: RowBatch, step: int) -> tuple[list[float], list[float]]:
+        return await self._ask(lambda r: r.trainer.unit_losses(part.samples, step=step, timeout=self._timeout))
+
+    async def _ask(self, ask: Callable[[Replica], Awaitable[T]]) -> T:
+        async def compute(trainer: Replica) -> T:
             try:
-                return await trainer.trainer.compute_logprobs(samples, timeout=self._timeout)
+                return await ask(trainer)
             except PeerFault as error:
                 if error.reason != _NOT_FINITE:
                     raise
@@ -164,6 +228,16 @@ class RowEvaluator:
         return await self._session.call(
             "ComputeLogprobs", lambda r: r.trainer.compute_step_scores(samples, timeout=timeout)
         )
+
+
+def measure_of(config: Config) -> Measure:
+    """Return what the score of a held-out set of rows is, by `evaluation.metric` or else by the loss."""
+    loss, metric = config.algorithm.loss, config.evaluation.metric
+    if not loss.of_answers:
+        return "loss"
+    if loss.reads == "labels":
+        return "label loss" if metric == "loss" else "label accuracy"
+    return "pair loss" if metric == "loss" else "accuracy"
 
 
 def _parts(held_out: HeldOutRows) -> Iterator[list[tuple[Sample, int]]]:

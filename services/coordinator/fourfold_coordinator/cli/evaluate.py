@@ -25,7 +25,7 @@ from fourfold.host.process import Supervisor
 from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.model import runs
-from fourfold.text import align_columns, format_interval
+from fourfold.text import align_columns, format_interval, of_measure
 
 from ..launch.exports import check_exportable, export_checkpoint, find_weights
 from ..launch.run_folder import find_run, locked, make_run_dir
@@ -41,6 +41,7 @@ from ..launch.run_names import (
 )
 from ..reporting.win_rate import read_evaluation, win_rates
 from ..state.files import replace_file
+from .evaluate_rows import evaluate_rows
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
 
 _FILE_WIDTH: Final = 200  # columns of output that is no terminal
@@ -111,6 +112,10 @@ def main(args: argparse.Namespace) -> int:
     signals = SignalHandler()
     with signals.installed():
         warn_of_little_room(Path.cwd())
+        if args.run is not None and (find_run(args.run) / CONFIG_FILE).is_file():
+            config = _evaluation_config(args, "")
+            if not config.needs_engines:
+                return _evaluate_rows(args, config)
         step, model, root = _find_model(args)
         config = _evaluation_config(args, model)
         model_folder.check(config.model.source)
@@ -128,6 +133,44 @@ def main(args: argparse.Namespace) -> int:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             return EvalCommand(args, config, folder, launcher, signals, step=step).execute()
+
+
+def _evaluate_rows(args: argparse.Namespace, config: Config) -> int:
+    """Measure a run of rows by its trainer."""
+    if args.lm_eval:
+        raise ConfigError(f"--lm-eval {args.lm_eval} asks engines, which a run of rows has not; give --recipe FILE")
+    if args.against:
+        raise ConfigError(
+            f"--against {args.against} compares sampled answers, which a run of rows has not; give --recipe"
+        )
+    run_dir = find_run(args.run)
+    step, _ = find_weights(run_dir, args.checkpoint or "last")
+    folder, config = make_run_dir(config, f"step-{step}", run_dir / EVALUATIONS_FOLDER)
+    try:
+        result = evaluate_rows(config, run_dir, step, Supervisor(folder / "logs"))
+    except (ConfigError, KeyboardInterrupt):  # other errors name a log in the folder
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return _show(args, folder, {"model": str(run_dir), "step": step, **result})
+
+
+def _show(args: argparse.Namespace, folder: Path, result: Mapping[str, Any]) -> int:
+    """Write a result, and print it; return the exit code."""
+    lines = [json.dumps(result, indent=2, ensure_ascii=False) + "\n"]
+    for target in (folder / EVALUATION_FILE, *([args.out] if args.out else [])):
+        replace_file(target, lines)
+    shown = result_lines(result, width=shutil.get_terminal_size((_FILE_WIDTH, 24)).columns)
+    shown += ["", f"Result: {folder / EVALUATION_FILE}"]
+    if (answers := folder / ANSWERS_FILE).exists():
+        shown.append(f"Answers: {answers}")
+    print("\n".join(shown))
+    if result["unscored"]:
+        print(
+            f"No answer to {', '.join(result['unscored'])} has a score; {ANSWERS_FILE} has the reasons (`dropped`)",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
 
 
 def _find_model(args: argparse.Namespace) -> tuple[int | None, str, Path]:
@@ -181,21 +224,21 @@ def newest_model(run_dir: Path) -> Path:
 
 
 def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
-    """Return the recipe of the evaluation: with the model, more held-out sets, and no trackers."""
+    """Return the recipe of the evaluation: with the model, if one is given, more held-out sets, and no trackers."""
     run_dir = args.run and find_run(args.run)
     recipe = args.recipe or run_dir / CONFIG_FILE
     tables = configuration.fix_date(configuration.load(recipe, args.set), run_dir).model_dump(exclude_none=True)
-    tables["model"]["source"] = model
+    tables["model"]["source"] = model or tables["model"]["source"]
     tables["logging"]["sinks"] = []
     tables["placement"].pop("colocated", None)  # this key needs a trainer, which an evaluation does not have
     for name in ("view", "rollout", *(["gateway"] if tables["environment"]["replicas"] else [])):
         tables[name]["public_listen"] = ""  # the run itself may listen on these addresses
     tables["data"]["eval"] = [*tables["data"]["eval"], *({"path": path} for path in args.data)]
     config = configuration.from_tables(tables, source="fourfold eval")
-    if not config.needs_engines:
+    if not config.needs_engines and args.run is None:
         raise ConfigError(
-            f"{recipe} trains on rows, and has no engines and scorers for an evaluation; give --recipe FILE with "
-            f"prompts_per_step, [sampling], [reward] and held-out prompts"
+            f"{recipe} trains on rows, which the trainer of a run measures: give its folder, RUN_DIR; or --recipe FILE "
+            f"with prompts_per_step, [sampling], [reward] and held-out prompts"
         )
     if not config.data.held_out and not args.lm_eval:
         raise ConfigError(f"{recipe} has no held-out set; add [[data.eval]] or [data.holdout], or pass --data FILE")
@@ -214,8 +257,7 @@ class EvalCommand(RunCommand):
         self._step = step
 
     def print_result(self) -> int:
-        path = self._run_dir / EVALUATION_FILE
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads((self._run_dir / EVALUATION_FILE).read_text(encoding="utf-8"))
         result = {"model": self._config.model.source, "step": self._step, **result}
         failure = None
         if self._args.against:
@@ -223,24 +265,10 @@ class EvalCommand(RunCommand):
                 result["against"] = win_rates(self._run_dir, self._args.against)
             except ConfigError as error:  # the evaluation itself is kept
                 failure = error
-        lines = [json.dumps(result, indent=2, ensure_ascii=False) + "\n"]
-        for target in (path, *([self._args.out] if self._args.out else [])):
-            replace_file(target, lines)
-        width = shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
-        print(
-            "\n".join(
-                [*result_lines(result, width=width), "", f"Result: {path}", f"Answers: {self._run_dir / ANSWERS_FILE}"]
-            )
-        )
-        if result["unscored"]:
-            print(
-                f"No answer to {', '.join(result['unscored'])} has a score; {ANSWERS_FILE} has the reasons (`dropped`)",
-                file=sys.stderr,
-            )
-            return 1
-        if failure:
+        code = _show(self._args, self._run_dir, result)
+        if failure and not code:
             raise failure
-        return 0
+        return code
 
     def print_failure(self, lines: list[str]) -> None:
         print("\n".join(lines), file=sys.stderr)
@@ -258,15 +286,25 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
     sizes = sorted({each["k"] for row in sets for each in row["pass_at"]})
     if len(sizes) > _MOST_SIZES:  # evaluation.json has all of them
         sizes = sorted({1, *(each["k"] for row in sets for each in row["pass_at"][-1:])})
-    header = ["set", "score", *(f"pass@{k}" for k in sizes), *(f"maj@{k}" for k in sizes if k > 1)]
-    rows = [[*header, "answers", "missing", "tokens per answer", "time"]]
+    measure = next((row.get("measure", "score") for row in sets), "score")
+    more = [key for key in ("loss", "accuracy") if any(row.get(key) is not None for row in sets)]
+    header = [
+        "set",
+        measure,
+        *(f"mean {key}" for key in more),
+        *(f"pass@{k}" for k in sizes),
+        *(f"maj@{k}" for k in sizes if k > 1),
+    ]
+    counted = "pairs" if measure in ("accuracy", "pair loss") else "answers"
+    rows = [[*header, counted, "missing", "tokens per answer", "time"]]
     for row in sets:
         pass_at, majority_at = ({each["k"]: each for each in row[key]} for key in ("pass_at", "majority_at"))
         estimates = [pass_at.get(k) for k in sizes] + [majority_at.get(k) for k in sizes if k > 1]
         rows.append(
             [
                 row["name"],
-                _with_interval(row, "score"),
+                _with_interval(row, "score", measure),
+                *(f"{row[key]:.3f}" for key in more),
                 *("-" if each is None else _with_interval(each, "value") for each in estimates),
                 str(row["answer_count"]),
                 str(row["missing_count"]),
@@ -275,7 +313,7 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
             ]
         )
     if len(sets) > 1 and result["score"] is not None:
-        rows.append(["mean of sets", _with_interval(result, "score"), *[""] * (len(rows[0]) - 2)])
+        rows.append(["mean of sets", _with_interval(result, "score", measure), *[""] * (len(rows[0]) - 2)])
     table = align_columns(rows)
     if len(table[0]) > width:
         pairs = [[pair for pair in zip(rows[0], row, strict=True) if pair[1]] for row in rows[1:]]
@@ -292,8 +330,8 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
     return lines
 
 
-def _with_interval(row: Mapping[str, Any], key: str) -> str:
-    return format_interval(row[key], row.get("interval") or row.get("half_width"), 3)
+def _with_interval(row: Mapping[str, Any], key: str, measure: str = "score") -> str:
+    return format_interval(*of_measure(row[key], row.get("interval") or row.get("half_width"), measure), 3)
 
 
 def _harness_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

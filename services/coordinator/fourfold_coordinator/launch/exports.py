@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -89,15 +90,23 @@ def export_checkpoint(config: Config, run_dir: Path, step: int, gpus: Sequence[s
         ConfigError: the run has been started meanwhile.
         FourfoldError: the trainer cannot load the checkpoint or write the folder.
     """
+    timeout = config.trainer.step_timeout_seconds
+    with (
+        trainer_of(config, run_dir, gpus, supervisor) as target,
+        TrainerClient(target, certs=config.security.directory) as trainer,
+    ):
+        trainer.load_checkpoint(step, timeout=timeout)
+        return Path(trainer.export_model(f"{STEP_FOLDER}{step}", timeout=timeout))
+
+
+@contextmanager
+def trainer_of(config: Config, run_dir: Path, gpus: Sequence[str], supervisor: Supervisor) -> Iterator[str]:
+    """Run the trainer of a run alone; yield its HOST:PORT. Arguments and errors are those of `export_checkpoint`."""
     argv = [sys.executable, "-m", "fourfold", "serve", "trainer", str(run_dir / CONFIG_FILE)]
     argv += ["--member-id", _TRAINER, "--run-dir", str(run_dir)]
     with locked(run_dir / RUN_LOCK, "`fourfold eval`"):  # so that the run is neither continued nor deleted
         supervisor.start(Command(name=_TRAINER, argv=tuple(argv), env=gpu_environment(gpus)))
         try:
-            target = supervisor.wait_ready([_TRAINER], timeout_seconds=READY_SECONDS)[_TRAINER]
-            timeout = config.trainer.step_timeout_seconds
-            with TrainerClient(target, certs=config.security.directory) as trainer:
-                trainer.load_checkpoint(step, timeout=timeout)
-                return Path(trainer.export_model(f"{STEP_FOLDER}{step}", timeout=timeout))
+            yield supervisor.wait_ready([_TRAINER], timeout_seconds=READY_SECONDS)[_TRAINER]
         finally:
             supervisor.stop()

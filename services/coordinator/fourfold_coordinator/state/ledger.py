@@ -190,7 +190,7 @@ class Progress:
 
 def read_sample_counts(path: Path) -> SampleCounts:
     """Count the samples of a ledger."""
-    with _reading(path) as db:
+    with reading(path) as db:
         states = {SampleState(state): count for state, count in db.execute(_COUNT_SAMPLES)}
         return SampleCounts(states, dict(db.execute(_COUNT_REASONS).fetchall()))
 
@@ -198,7 +198,7 @@ def read_sample_counts(path: Path) -> SampleCounts:
 def read_evals(path: Path) -> list[EvalRow]:
     """Return the evaluations of a ledger, in order."""
     try:
-        with _reading(path) as db:
+        with reading(path) as db:
             return _select_evals(db)
     except ValueError as error:  # written by another release
         raise sqlite3.DataError(f"a value of an evaluation cannot be read: {error}") from None
@@ -206,11 +206,11 @@ def read_evals(path: Path) -> list[EvalRow]:
 
 def read_progress(path: Path) -> Progress:
     """Return the progress of the run of a ledger."""
-    with _reading(path) as db:
+    with reading(path) as db:
         return Progress(*db.execute(_PROGRESS).fetchone())
 
 
-def _reading(path: Path) -> contextlib.closing[sqlite3.Connection]:
+def reading(path: Path) -> contextlib.closing[sqlite3.Connection]:
     """Open a ledger without changing its folder."""
     # Without a log no process is writing, and a plain connection would create the files of a log.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"

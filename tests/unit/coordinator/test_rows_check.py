@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,13 +12,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from starlette.testclient import TestClient
 
 from fourfold import config as configuration
 from fourfold.errors import ConfigError
+from fourfold.model.tokenizer import Tokenizer
 from fourfold.plan.preflight import Preflight, RenderedRow
 from fourfold.plan.report import rendered_lines
+from fourfold_coordinator.launch.run_names import LEDGER_FILE
 from fourfold_coordinator.rewards.data_check import check_data
+from fourfold_coordinator.rows.open_rows import STORES_KEY, open_rows
 from fourfold_coordinator.rows.progress import EncodingProgress
+from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.view.app import make_app
+from fourfold_coordinator.view.reader import RunFolders
 from tests.support.chat_templates import write_tokenizer
 from tests.support.template_shapes import SHAPES
 from tests.unit.model.test_folder import write_model
@@ -92,6 +100,44 @@ def test_form_counts_steps_and_text_of_the_rows(check: Check) -> None:
         assert in_loss and answer.endswith("<|im_end|>") and not row.parts[0][1]
         assert row.title.startswith("Row ") and "tokens, " in row.title
         assert row.parts[0][0].startswith("<|im_start|>system\nBe of use.<|im_end|>")
+
+
+LONGER: Final = ("model.max_context_tokens=200", "batch.tokens_per_micro_batch=400")
+
+
+def pair(question: str, answer: str) -> dict[str, Any]:
+    return {"prompt": chat(question)["messages"], "chosen": answer, "rejected": "no"}
+
+
+def test_the_reference_of_pairs_and_its_size_are_named(check: Check) -> None:
+    found = check([pair(f"q{i}", "yes") for i in range(8)], "algorithm.preset=dpo", *LONGER)
+    (reference,) = found.notes["reference"]
+    tokens = int(re.findall(r"at most ([\d,]+) tokens", reference)[0].replace(",", ""))
+    assert f"{tokens * 4 / 1e6:.2f} MB in data.cache" in reference and tokens > 100
+
+
+def test_the_rows_of_a_run_are_shown_with_the_tokens_of_the_loss_colored(check: Check, tmp_path: Path) -> None:
+    rows = [pair(f"<img src=x> {i}", "yes" * (1 + i % 12)) for i in range(24)]
+    config = check(rows, "algorithm.preset=simpo", "data.holdout={field='', groups=3}", *LONGER).config
+    run = tmp_path / "runs" / "rows"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(configuration.dump(config))
+    with TestClient(make_app(RunFolders([run], cache=tmp_path / "view")), base_url="http://127.0.0.1:8440") as client:
+
+        def page(query: str) -> str:
+            return client.get(f"/run/rows/samples{query}").text
+
+        assert "no row was read yet" in page("")
+        ledger = Ledger(run / LEDGER_FILE)
+        opened = open_rows(config, Tokenizer.load(tmp_path / "model"))
+        ledger.put({STORES_KEY: json.dumps(opened.folders())})
+        ledger.close()
+        some, longest = page(""), page("?order=longest")
+        assert some.count("<section") == longest.count("<section") == 20 and "24 rows" in some and "<img" not in some
+        assert "of rows.jsonl, chosen" in some and '<span class="in-loss">yes' in some and "yes" * 12 in longest
+        assert re.search('<span class="in-loss">(yes)+&lt;[|]im_end[|]&gt;', longest) and "<h3>Row 1 " not in longest
+        (Path(opened.folders()[0]) / "ids.bin").write_bytes(b"")
+        assert "ids.bin has not the" in page("")
 
 
 def test_what_is_in_the_loss_is_green_or_marked() -> None:

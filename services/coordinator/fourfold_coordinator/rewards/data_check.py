@@ -17,7 +17,7 @@ from fourfold.plan.preflight import ExampleRow, Preflight
 
 from ..data.load_prompts import load_prompts
 from ..data.prompts import Prompt, PromptSet
-from ..rows.describe import describe_steps, describe_store, render_rows
+from ..rows.describe import describe_reference, describe_steps, describe_store, render_rows
 from ..rows.open_rows import open_rows
 from .scoring import check_scorers, scorer_names
 
@@ -68,7 +68,8 @@ def _check_rows(preflight: Preflight) -> None:
     rows = open_rows(config, tokenizer)
     preflight.warnings += rows.warnings
     held_out_stores = [store for held_out in rows.held_out for store in held_out.stores]
-    for store in dict.fromkeys([*rows.train.stores, *held_out_stores]):
+    stores = dict.fromkeys([*rows.train.stores, *held_out_stores])
+    for store in stores:
         meta = store.meta
         preflight.note("data" if store in rows.train.stores else "held out", describe_store(meta))
         if meta.doubled_begins:
@@ -79,6 +80,8 @@ def _check_rows(preflight: Preflight) -> None:
     for held_out in rows.held_out:
         preflight.note("held out", f"read {held_out.name}: {len(held_out.units):,} rows.")
     preflight.note("data", describe_steps(rows.train, config))
+    if config.prepares_reference:
+        preflight.note("reference", describe_reference(stores, config))
     preflight.rendered = render_rows(rows.train, tokenizer)
     if rows.train.steps is not None:
         preflight.config = preflight.config.model_copy(update={"steps": rows.train.steps})

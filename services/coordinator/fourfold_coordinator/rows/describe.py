@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -12,10 +12,11 @@ from fourfold.config import Config
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.nn.batching import split_by_tokens
 from fourfold.plan.preflight import RenderedRow
+from fourfold.text import format_bytes
 
 from .normal import READS
 from .row_source import RowSource
-from .store import StoredSample, StoreMeta
+from .store import StoredSample, StoreMeta, TokenStore
 
 _STEPS: Final = 20  # whose micro-batches are measured
 _SHOWN_ROWS: Final = 3
@@ -48,6 +49,16 @@ def describe_steps(rows: RowSource, config: Config) -> str:
     return f"A pass has {rows.steps_of_pass:,} steps. {first}" if rows.steps_of_pass else first
 
 
+def describe_reference(stores: Iterable[TokenStore], config: Config) -> str:
+    """Return what the reference of all rows takes, which the trainer computes before step 1."""
+    tokens = sum(store.meta.tokens for store in stores)
+    tokens *= 2 if config.algorithm.loss.measures_distance else 1
+    return (
+        f"computed by the trainer before step 1: a forward pass over at most {tokens:,} tokens, which takes about a "
+        f"third of the time of the steps on them, and {format_bytes(4 * tokens)} in data.cache, which runs share."
+    )
+
+
 def _lengths_of_steps(rows: RowSource, rows_per_step: int) -> Iterator[list[int]]:
     """Yield the tokens of each unit of the first steps."""
     for first in range(0, min(_STEPS * rows_per_step, len(rows)), rows_per_step):
@@ -59,19 +70,23 @@ def render_rows(rows: RowSource, tokenizer: Tokenizer) -> list[RenderedRow]:
     """Return the first rows of step 1 as text."""
     found = list[RenderedRow]()
     for position in range(min(_SHOWN_ROWS, len(rows))):
-        store, numbers = rows.unit_at(position)
-        reads = READS[store.meta.form]
-        for number, i in enumerate(numbers):
-            sample = store.sample(i)
-            title = f"Row {sample.row:,} of {store.meta.source}"
-            if reads == "pairs":
-                title += f", {_SIDES[number]}"
-            if reads == "labels":
-                title += f", label {sample.value:g}"
-            count = int(np.count_nonzero(sample.loss_mask))
-            title += f": {len(sample.token_ids):,} tokens, {count:,} in the loss"
-            found.append(RenderedRow(title=title, parts=tuple(_parts(sample, tokenizer))))
+        found += render_unit(*rows.unit_at(position), tokenizer)
     return found
+
+
+def render_unit(store: TokenStore, numbers: Sequence[int], tokenizer: Tokenizer) -> Iterator[RenderedRow]:
+    """Yield the samples of a unit, whose numbers in the store are given, as text."""
+    reads = READS[store.meta.form]
+    for number, i in enumerate(numbers):
+        sample = store.sample(i)
+        title = f"Row {sample.row:,} of {store.meta.source}"
+        if reads == "pairs":
+            title += f", {_SIDES[number]}"
+        if reads == "labels":
+            title += f", label {sample.value:g}"
+        count = int(np.count_nonzero(sample.loss_mask))
+        title += f": {len(sample.token_ids):,} tokens, {count:,} in the loss"
+        yield RenderedRow(title=title, parts=tuple(_parts(sample, tokenizer)))
 
 
 def _parts(sample: StoredSample, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:

@@ -22,6 +22,7 @@ from fourfold.model.tokenizer import Tokenizer
 from ..state.sample_tokens import TokenSegment
 from ..state.trajectory_index import ORDERS, SampleQuery, SampleRow
 from .pages import head, run_of, whole_number
+from .row_pages import rows
 from .templates import render
 
 PAGE_ROWS: Final = 50
@@ -61,12 +62,15 @@ class TokenSpan:
 
 def samples(request: Request) -> Response:
     """Show the trajectories that fit a search."""
-    reader, query = run_of(request), parse_query(request)
+    reader = run_of(request)
+    config = reader.config()
+    if config is not None and not config.needs_engines:
+        return rows(request)
+    query = parse_query(request)
     page = whole_number(request, "page") or 1
     index = reader.index()
     found = index.search(query, limit=PAGE_ROWS, skip=PAGE_ROWS * (page - 1))
     scorers, sources, reasons, last = index.choices()
-    config = reader.config()
     pending = index.pending_bytes()
     follows = reader.state() == "running" and page == 1 and not query.restricts()
     given = [(key, value) for key, value in request.query_params.multi_items() if value and key != "page"]
@@ -87,7 +91,6 @@ def samples(request: Request) -> Response:
         orders=list(ORDERS),
         last=last,
         pending=pending,
-        of_rows=config is not None and not config.needs_engines,
     )
 
 

@@ -15,15 +15,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from fourfold import config as configuration
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, WrongState
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.plan.preflight import Preflight, RenderedRow
 from fourfold.plan.report import rendered_lines
+from fourfold_coordinator.cli import evaluate_rows
 from fourfold_coordinator.launch.run_names import LEDGER_FILE
 from fourfold_coordinator.rewards.data_check import check_data
 from fourfold_coordinator.rows.open_rows import STORES_KEY, open_rows
 from fourfold_coordinator.rows.progress import EncodingProgress
 from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.training.prepared_reference import file_key
 from fourfold_coordinator.view.app import make_app
 from fourfold_coordinator.view.reader import RunFolders
 from tests.support.chat_templates import write_tokenizer
@@ -138,6 +140,28 @@ def test_the_rows_of_a_run_are_shown_with_the_tokens_of_the_loss_colored(check: 
         assert re.search('<span class="in-loss">(yes)+&lt;[|]im_end[|]&gt;', longest) and "<h3>Row 1 " not in longest
         (Path(opened.folders()[0]) / "ids.bin").write_bytes(b"")
         assert "ids.bin has not the" in page("")
+
+
+def test_an_evaluation_needs_the_reference_that_the_run_computed(check: Check, tmp_path: Path) -> None:
+    rows = [pair(f"q{i}", "yes") for i in range(24)]
+    config = check(rows, "algorithm.preset=dpo", "data.holdout={field='', groups=3}", *LONGER).config
+    opened = open_rows(config, Tokenizer.load(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="holdout: the run has no reference log-probabilities of this set"):
+        evaluate_rows._references(config, tmp_path, opened)
+    ledger = Ledger(tmp_path / LEDGER_FILE)
+    ledger.put({file_key("holdout"): str(tmp_path / "gone.bin")})
+    ledger.close()
+    batch = opened.held_out[0].steps(config).take(1)
+    assert batch is not None
+    with pytest.raises(WrongState, match=r"step 1 needs the reference log-probabilities of .*gone.bin"):
+        evaluate_rows._references(config, tmp_path, opened)["holdout"](batch, 1)
+
+
+def test_a_held_out_labelled_answer_needs_another_one(check: Check) -> None:
+    rows = [chat(f"q{i}", "yes") | {"label": i % 2} for i in range(24)]
+    held_out = "data.holdout={field='', groups=1}"
+    with pytest.raises(ConfigError, match=r"the held-out set holdout has 1 row, .*; hold out at least 2"):
+        check(rows, "algorithm.preset=kto", held_out, *LONGER)
 
 
 def test_what_is_in_the_loss_is_green_or_marked() -> None:

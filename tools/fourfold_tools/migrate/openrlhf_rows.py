@@ -22,7 +22,6 @@ _SHARED: Final = (
 )  # fmt: skip
 _NOT_SHARED: Final = ("ds.enable_sleep", "ds.use_liger_kernel", "ds.value_head_prefix", "ckpt.best_metric_key")
 _NO_EVALUATION: Final = "not needed: the command evaluates nothing without eval.dataset"
-_NOT_EVALUATED: Final = "no equivalent: pairs of DPO are not evaluated; sample answers of the exported model"
 _TEMPLATE: Final = "no equivalent: rows are read as they are; write their prompts with the template"
 
 
@@ -186,9 +185,8 @@ def _pairs(draft: Draft) -> None:
 def _evaluation(draft: Draft) -> None:
     """Set the held-out sets."""
     flags, names = draft.flags, ("eval.dataset", "eval.split", "eval.steps")
-    compared = "data.chosen_key" in flags.table and "ds.value_head_prefix" not in flags.table  # DPO
-    if compared or not flags[names[0]]:
-        draft.leave(_NOT_EVALUATED if flags[names[0]] else _NO_EVALUATION, *names)
+    if not flags[names[0]]:
+        draft.leave(_NO_EVALUATION, *names)
         return
     keys, every = {"split": (flags[names[1]], names[1])}, flags[names[2]]
     paths = [part.strip() for part in flags[names[0]].split(",")]

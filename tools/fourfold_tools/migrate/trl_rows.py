@@ -136,9 +136,6 @@ def convert(draft: Draft, options: Options, trainer: str) -> None:
     shared.rates(draft, count)
     shared.dtype(draft)
     shared.lora(draft)
-    if trainer not in ("sft", "reward") and flags["eval_strategy"] != "no":
-        flags.values["eval_strategy"] = "no"
-        draft.check("data.eval: pairs and labelled answers are not evaluated; sample answers of the exported model")
     shared.evaluation_and_checkpoints(draft, count)
 
 

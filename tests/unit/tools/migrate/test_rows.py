@@ -196,17 +196,18 @@ def test_rows_are_asked_for_only_where_the_warm_up_needs_them() -> None:
     assert not any("number of rows" in text for text in constant.checks)
 
 
-@pytest.mark.parametrize(("trainer", "columns"), [("sft", "--data.output_key o"), ("rm", "--data.prompt_key q")])
+@pytest.mark.parametrize(
+    ("trainer", "columns"), [("sft", "--data.output_key o"), ("rm", "--data.prompt_key q"), ("dpo", "")]
+)
 def test_held_out_rows(trainer: str, columns: str) -> None:
     held_out = openrlhf(trainer, f"--eval.dataset e.jsonl --eval.steps 5 {columns}", rows=2560)
     assert ([source.path for source in held_out.data.eval], held_out.evaluation.every_steps) == (["e.jsonl"], 5)
 
 
-def test_held_out_pairs_are_for_reward_models() -> None:
+def test_held_out_pairs_and_labels() -> None:
     flags = "eval_strategy: steps\neval_steps: 5\neval_dataset: e.jsonl"
-    assert [source.path for source in trl("reward", flags).data.eval] == ["e.jsonl"]
-    assert not trl("dpo", flags).data.eval
-    assert not openrlhf("dpo", "--eval.dataset e.jsonl --eval.steps 5", rows=2560).data.eval
+    for kind in ("reward", "dpo", "kto"):
+        assert [source.path for source in trl(kind, flags).data.eval] == ["e.jsonl"]
 
 
 def test_older_names_are_the_flags_of_today() -> None:

@@ -97,7 +97,7 @@ class RowEvaluator:
         count = sum(result.answer_count for result in results)
         text = format_score(score, interval, count, measure=self._measure)
         text += "".join(f" {each.name}_loss={each.loss:.4f}" for each in results if each.loss is not None)
-        log.info("evaluation finished: step=%d held_out_%s=%s", step, self._measure, text)
+        log.info("evaluation finished: step=%d held_out_%s=%s", step, self._measure.replace(" ", "_"), text)
         row = EvalRow(
             step=step,
             score=score,

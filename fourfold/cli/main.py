@@ -74,6 +74,7 @@ _HELP: Final = {
     "run": "start every service of a recipe and train",
     "get": "download a model or a data set of the Hugging Face Hub",
     "eval": "evaluate the model of a run, or a model folder, on held-out sets",
+    "sample": "write scored answers, or pairs of them, to the training prompts as rows to train on",
     "plan": "describe a run and the memory it needs, before anything is started",
     "doctor": "check what this machine can run, and print the commands that install the rest",
     "serve": "start one service by hand, in its own terminal or on its own machine",

@@ -60,8 +60,16 @@ from .cli.summary import report_lines
 from .data.load_prompts import load_prompts
 from .data.prompts import PromptSet
 from .launch.run_folder import is_finished, locked, read_stop_reason, write_stop_reason
-from .launch.run_names import ADDRESS_FILE, CONFIG_FILE, COORDINATOR_LOCK, DEATH_VARIABLE, LEDGER_FILE, REPORT_FILE
-from .reporting.lineage import keep_lineage, read_lineage
+from .launch.run_names import (
+    ADDRESS_FILE,
+    CONFIG_FILE,
+    COORDINATOR_LOCK,
+    DEATH_VARIABLE,
+    LEDGER_FILE,
+    REPORT_FILE,
+    SAMPLING_FILE,
+)
+from .reporting.lineage import keep_lineage, origin_digests, read_lineage
 from .reporting.metrics_source import RunSource
 from .reporting.run_files import RunFileServicer
 from .reporting.run_service import RunServicer
@@ -92,7 +100,8 @@ from .tasks.servicer import ExperienceServicer, TaskSource
 from .tasks.task_queue import TaskQueue
 from .training.context import RunContext
 from .training.evaluation.evaluator import Evaluator
-from .training.evaluation.row_evaluator import RowEvaluator, Scored
+from .training.evaluation.prompt_rows import StandaloneSampling
+from .training.evaluation.row_evaluator import RowEvaluator
 from .training.evaluation.standalone import StandaloneEvaluation
 from .training.live_recipe import LiveRecipe
 from .training.loop import TrainingLoop
@@ -167,6 +176,7 @@ class Coordinator:
         config = options.config
         self._config, self._folder, self._member_id = config, folder, options.member_id
         self._recipe, self._evaluate = options.recipe, options.evaluate
+        self._samples = options.evaluate and (folder / SAMPLING_FILE).is_file()
         self._assignments = options.assignments
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
@@ -337,7 +347,10 @@ class Coordinator:
             gc.set_threshold(*_GC_THRESHOLDS)
             if self._evaluate:
                 background.append(asyncio.create_task(LoadedModel(context.router).run()))
-                work = StandaloneEvaluation(context, self._evaluator(context), self._tokenizer).run()
+                if self._samples:
+                    work = StandaloneSampling(context, origin_digests(ledger, config_file)).run()
+                else:
+                    work = StandaloneEvaluation(context, self._evaluator(context), self._tokenizer).run()
             else:
                 if isinstance(context.broker, WeightBroker):
                     background.append(asyncio.create_task(context.broker.run()))
@@ -459,7 +472,7 @@ class Coordinator:
 
     async def _record_lineage(self, ledger: Ledger) -> None:
         """Store the digests of the models that the run begins with; raise ConfigError if they have changed."""
-        if not self._evaluate:
+        if self._samples or not self._evaluate:
             found = await asyncio.to_thread(read_lineage, self._config)
             await self._disk.write(keep_lineage, ledger, found)
 
@@ -480,7 +493,8 @@ class Coordinator:
         """
         if not self._config.needs_engines:
             return PromptSet(train=(), held_out=(), seed=self._config.seed)
-        prompts = await asyncio.to_thread(load_prompts, self._config, self._tokenizer, train=not self._evaluate)
+        train = self._samples or not self._evaluate
+        prompts = await asyncio.to_thread(load_prompts, self._config, self._tokenizer, train=train)
         for warning in (*prompts.warnings, *await asyncio.to_thread(self._scoring.check_prompts, prompts)):
             log.warning("data: %s", warning)
         digest, changes = await asyncio.to_thread(prompts.digest), history.changes(self._config)

@@ -8,6 +8,7 @@ has the lineage of its model, also when the earlier folders are gone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,3 +75,9 @@ def keep_lineage(ledger: Ledger, found: Mapping[str, Any]) -> None:
                 f"{now['sha256'][:12]}, before {before['sha256'][:12]}); restore them, or start a new run"
             )
     ledger.put({BEGAN_FROM: json.dumps(known)})
+
+
+def origin_digests(ledger: Ledger, recipe: Path) -> dict[str, str | None]:
+    """Return the SHA-256 of the model that a run began with, and of its recipe, as `model_sha256`, `recipe_sha256`."""
+    model = json.loads(ledger.get(BEGAN_FROM) or "{}").get("model", {}).get("sha256")
+    return {"model_sha256": model, "recipe_sha256": hashlib.sha256(recipe.read_bytes()).hexdigest()}

@@ -24,7 +24,6 @@ from ...data.prompts import HeldOutSet, Prompt
 from ...reporting.estimators import clustered_interval, majority_at_k, pass_at_k, sample_sizes
 from ...routing.replica import GivenUp, ReplicaKey, RetryBudget
 from ...state.eval_results import AtK, EvalRow, Evaluation, SetResult, half_width, mean_of_sets
-from ...state.ledger import SampleState
 from ...state.samples import Trajectory
 from ...tasks.task_queue import TaskGroup, TaskQueue
 from ..service_calls import ServiceCalls
@@ -198,21 +197,16 @@ class Evaluator:
         try:
             if self._by_agents:
                 return await self._attempt(prompt, name, budget, count=count, seed=seed)
-            sample_ids = [f"{name}-{index}" for index in range(count)]
-            with self._service_calls.traces.evaluation(sample_ids):
-                answers = await self._service_calls.generate(
-                    prompt,
-                    group_id=name,
-                    sample_ids=sample_ids,
-                    seed=seed,
-                    version=version,
-                    held_out=held_out.rule,
-                    engine=engine,
-                    budget=budget,
-                )
-                texts = await self._service_calls.with_texts(prompt, answers)
-                self._service_calls.traces.move(sample_ids, SampleState.ROLLED, "")
-                return await self._service_calls.score(texts, budget, evaluation=True)
+            return await self._service_calls.answers(
+                prompt,
+                name=name,
+                count=count,
+                seed=seed,
+                version=version,
+                budget=budget,
+                held_out=held_out.rule,
+                engine=engine,
+            )
         except GivenUp as error:
             log.warning(
                 "evaluation gave up a prompt: step=%d set=%s prompt=%d reason=%s",

@@ -58,3 +58,7 @@ def test_kills_and_ctrl_c_neither_double_nor_lose_a_prompt(tmp_path: Path, monke
         other = stage.start(*WORDS, command="sample")
         _, errors = other.communicate(timeout=20)
         assert other.returncode == 1 and "--out rows.jsonl: it exists already; remove it" in errors
+        rows.unlink()
+        anew = stage.start(*WORDS[:-1], "3", "--set", "data.holdout.groups=2", command="sample")
+        output, errors = anew.communicate(timeout=60)
+        assert anew.returncode == 0 and "3 prompts, 12 scored answers" in output, output + errors

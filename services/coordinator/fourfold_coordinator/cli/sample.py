@@ -28,7 +28,7 @@ from fourfold.host.program import launch_words, program
 from fourfold.model import folder as model_folder
 
 from ..launch.run_folder import locked, pin_sources
-from ..launch.run_names import CONFIG_FILE, GROUPS_FILE, RUN_LOCK, SAMPLING_FILE
+from ..launch.run_names import CONFIG_FILE, GROUPS_FILE, LEDGER_FILE, RUN_LOCK, SAMPLING_FILE
 from ..state.files import replace_file
 from ..state.recipe_history import changed_keys, describe_changes
 from ..state.sampled_rows import SampledRows, Sampling, places, write_rows
@@ -145,8 +145,10 @@ def _sampling_config(args: argparse.Namespace, folder: Path) -> Config:
 
 
 def _check_same(folder: Path, config: Config, asked: str) -> None:
-    """Raise ConfigError if the folder has lines of another recipe or another selection."""
+    """Raise ConfigError if the folder has lines of another recipe or another selection; begin anew without lines."""
     if not places(folder / GROUPS_FILE):
+        for file in folder.glob(f"{LEDGER_FILE}*"):  # it knows the data of a command that began here before
+            file.unlink()
         return
     old = (folder / CONFIG_FILE).read_text(encoding="utf-8"), (folder / SAMPLING_FILE).read_text(encoding="utf-8")
     changes = changed_keys(tomllib.loads(old[0]), tomllib.loads(configuration.dump(config)))

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # A mean over the tokens of a step, each of which weighs as much as its row.
 ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sft": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
+    # The twins have the same loss; their importers set what is in it (data.loss_on).
+    "openrlhf-sft": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
+    "trl-sft": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
     "pretrain": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
     # arXiv 2508.05629.
     "dft": {"advantage": {"kind": "constant"}, "loss": {"kind": "dft"}},

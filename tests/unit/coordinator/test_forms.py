@@ -273,3 +273,12 @@ def test_wrong_row_says_what_is_wrong(form: Form, row: dict[str, Any], text: str
 def test_wrong_weight() -> None:
     with pytest.raises(InvalidInput, match=r"the weight \(w\) is -1; it is at least 0"):
         read({"messages": CHAT, "w": -1}, RowFields(weight_field="w"))
+
+
+def test_a_template_makes_the_prompt_of_an_answer() -> None:
+    row = {"instruction": "Add", "input": "1, 2", "output": "3"}
+    fields = RowFields(template="{instruction}: {input}\n", answer_field="output", chat=False)
+    form = recognise([row], fields, "answers")
+    assert form == Form.COMPLETION and normalise(row, form, fields).sides == (Plain(prompt="Add: 1, 2\n", answer="3"),)
+    with pytest.raises(ConfigError, match="the row: no column 'input', which template"):
+        normalise({"instruction": "Add", "output": "3"}, form, fields)

@@ -66,7 +66,8 @@ _SFT: Final = [
          "the messages, with apply_chat_template and without output_key; the text, with pretrain_mode_enable",
          older="input_key"),
     row("data.output_key", "text", None, "data.answer_field", older="output_key"),
-    row("data.input_template", "text", "User: {}\nAssistant: ", "", _TEMPLATE, older="input_template"),
+    row("data.input_template", "text", "User: {}\nAssistant: ", "data.train.template",
+         "{} becomes {input_key}; not with apply_chat_template", older="input_template"),
     row("data.multiturn", "bool", False, "data.loss_on", "true: assistant. false: the last answer", older="multiturn"),
 ]  # fmt: skip
 
@@ -125,7 +126,8 @@ def convert(draft: Draft, options: Options, launcher: str) -> None:
     wanted, names = micro * longest * shared.sequence_parallel(draft), ("train.micro_batch_size", "data.max_len")
     common.tokens(draft, "batch.tokens_per_micro_batch", wanted, longest, *names)
     common.model(draft, "model.source", flags["model.model_name_or_path"], "model.model_name_or_path")
-    shared.train_sources(draft, "data.dataset", "data.dataset_probs", "data.dataset_split")
+    template = _template(draft)
+    shared.train_sources(draft, "data.dataset", "data.dataset_probs", "data.dataset_split", template)
     (_pairs if longest > context else _answers)(draft)
     passes = common.require(flags["train.max_epochs"], flags.title("train.max_epochs"))
     counted = flags["lr_scheduler"] != "constant" and flags["lr_warmup_ratio"] > 0
@@ -134,7 +136,7 @@ def convert(draft: Draft, options: Options, launcher: str) -> None:
     shared.rates(draft, "", "trainer", count)
     shared.optimizer(draft, "")
     shared.deepspeed(draft)
-    _evaluation(draft)
+    _evaluation(draft, template)
     shared.checkpoints_and_trackers(draft)
 
 
@@ -144,7 +146,7 @@ def _answers(draft: Draft) -> None:
     prompt, answer, several = "data.input_key", "data.output_key", "data.multiturn"
     chat, texts = "data.apply_chat_template", flags["model.pretrain_mode_enable"]
     messages = flags[chat] and not flags[answer] and not texts
-    draft.set("algorithm.preset", "pretrain" if texts else "sft", "model.pretrain_mode_enable")
+    draft.set("algorithm.preset", "pretrain" if texts else "openrlhf-sft", "model.pretrain_mode_enable")
     if texts:
         draft.set("data.form", "text", "model.pretrain_mode_enable")
         draft.leave("not needed: a text has no answer", answer, several, chat)
@@ -155,12 +157,18 @@ def _answers(draft: Draft) -> None:
     if not flags[answer] and not texts and not messages:
         draft.set("data.answer_field", "output", answer)
         draft.check("data.answer_field: the command has no data.output_key; write the column of the answers")
-    template = flags["data.input_template"]
-    if template and "{}" in template and not flags[chat] and not texts:
-        draft.check(
-            f"data.train: OpenRLHF writes each prompt as {template!r} (data.input_template), and rows are read as they "
-            f"are; write the prompts of the data so, or set data.chat = true for the model's chat template"
-        )
+
+
+def _template(draft: Draft) -> str | None:
+    """Return the template of the prompts of `train_sft`; None if it does not apply."""
+    flags, name = draft.flags, "data.input_template"
+    if "data.input_key" not in flags.table:
+        return None
+    unused = flags["data.apply_chat_template"] or flags["model.pretrain_mode_enable"] or not flags[name]
+    template = None if unused else common.template(draft, flags[name], flags["data.input_key"])
+    if not template:
+        draft.leave("not needed with a chat template or texts; see the points to check", name)
+    return template
 
 
 def _pairs(draft: Draft) -> None:
@@ -182,13 +190,14 @@ def _pairs(draft: Draft) -> None:
         draft.check(f"model.source: it is the reference, too; the reference {reference} has no equivalent")
 
 
-def _evaluation(draft: Draft) -> None:
+def _evaluation(draft: Draft, template: str | None) -> None:
     """Set the held-out sets."""
     flags, names = draft.flags, ("eval.dataset", "eval.split", "eval.steps")
     if not flags[names[0]]:
         draft.leave(_NO_EVALUATION, *names)
         return
     keys, every = {"split": (flags[names[1]], names[1])}, flags[names[2]]
+    keys |= {"template": (template, "data.input_template")} if template else {}
     paths = [part.strip() for part in flags[names[0]].split(",")]
     common.sources(draft, "data.eval", [{"path": (path, names[0]), **keys} for path in paths])
     note = "" if every > 0 else "OpenRLHF: once per pass"

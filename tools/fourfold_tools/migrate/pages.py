@@ -92,7 +92,7 @@ def _default(value: Any) -> str:
             return f"{value:g}"
         case tuple():
             return " ".join(map(str, value))
-    return str(value)
+    return str(value).replace("\n", "\\n")  # a row of a table is one line
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _rows(rate: float, *, order: str = "random", too_long: str = "cut") -> list[
 
 
 _SFT: Final = [
-    row("loss_type", "text", "nll", "algorithm.preset", "nll, chunked_nll: sft. dft: dft",
+    row("loss_type", "text", "nll", "algorithm.preset", "nll, chunked_nll: trl-sft. dft: dft",
          values=("nll", "dft", "chunked_nll")),
     row("packing", "bool", False, "data.too_long", "with packing_strategy bfd_split or wrapped: split"),
     row("packing_strategy", "text", "bfd", "data.too_long", "with packing"),
@@ -144,7 +144,7 @@ def _answers(draft: Draft) -> None:
     flags = draft.flags
     kind, packing, strategy, column = "loss_type", "packing", "packing_strategy", "dataset_text_field"
     completion, assistant = "completion_only_loss", "assistant_only_loss"
-    draft.set("algorithm.preset", "dft" if flags[kind] == "dft" else "sft", kind)
+    draft.set("algorithm.preset", "dft" if flags[kind] == "dft" else "trl-sft", kind)
     if flags[packing]:
         draft.check(
             "batch.rows_per_step counts rows; with packing, TRL counts sequences of max_length tokens, each of several "

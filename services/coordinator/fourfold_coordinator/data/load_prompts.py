@@ -270,7 +270,7 @@ class RawPrompt(NamedTuple):
 def read_prompt(row: Row, source: DataSourceConfig, data: DataConfig, where: str) -> RawPrompt:
     """Return the prompt of a row. Raises ConfigError: a column is missing, or a message or a tool is malformed."""
     value = (
-        _fill_template(source.template, row, where)
+        fill_template(source.template, row, where)
         if source.template
         else _prompt_of(row, source.prompt_field or data.prompt_column, where)
     )
@@ -345,7 +345,7 @@ def _without_answer(row: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return {name: value for name, value in row.items() if name != path}
 
 
-def _fill_template(template: str, row: Row, where: str) -> str:
+def fill_template(template: str, row: Mapping[str, Any], where: str) -> str:
     """Return a template with the values of its columns as `answer_text` writes them."""
     filled = ""
     for text, column in parse_template(template):

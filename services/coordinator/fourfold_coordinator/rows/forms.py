@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from fourfold.config.sources import parse_template
 from fourfold.errors import ConfigError, InvalidInput
 from fourfold.model.chat import argument_value, read_messages, read_tools
 from fourfold.model.conversation import first_difference
 from fourfold.text import clean, nearest_name
 
+from ..data.load_prompts import fill_template
 from .normal import READS, Chat, Form, NormalRow, Plain, Reads, RowFields, Steps, Tokens
 
 RECOGNISED_ROWS: Final = 200
@@ -129,8 +131,9 @@ def _messages_column(columns: Row, fields: RowFields) -> str:
 
 def _completion_columns(columns: Row, fields: RowFields) -> tuple[str, str]:
     """Return the columns of a prompt and of its answer; empty if there are none."""
+    filled = parse_template(fields.template)[0][1] if fields.template else ""
     for prompt, answer in _COMPLETIONS:
-        names = fields.prompt_field or prompt, fields.answer_field or answer
+        names = filled or fields.prompt_field or prompt, fields.answer_field or answer
         if all(name in columns for name in names):
             return names
     return "", ""
@@ -138,7 +141,7 @@ def _completion_columns(columns: Row, fields: RowFields) -> tuple[str, str]:
 
 def _is_alpaca(columns: Row, fields: RowFields) -> bool:
     has_answer = any(name in columns for name in _ALPACA_ANSWERS)
-    return "instruction" in columns and has_answer and not fields.prompt_field
+    return "instruction" in columns and has_answer and not (fields.prompt_field or fields.template)
 
 
 def _is_pair(columns: Row, fields: RowFields) -> bool:
@@ -285,7 +288,8 @@ def _completion(row: Row, fields: RowFields) -> Chat | Plain:
     if not prompt_column:
         _column(row, fields.prompt_field or _prompt_column(row, fields) or "prompt", "data.prompt_field")
         _column(row, fields.answer_field or "completion", "data.answer_field")
-    return _joined(row[prompt_column], row[answer_column], row, fields)
+    prompt = fill_template(fields.template, row, "the row") if fields.template else row[prompt_column]
+    return _joined(prompt, row[answer_column], row, fields)
 
 
 def _joined(prompt: Any, answer: Any, row: Row, fields: RowFields) -> Chat | Plain:

@@ -113,6 +113,8 @@ class NormalRow:
 class RowFields:
     """Columns with other names than the usual ones, and how texts are read: keys of [data] and of its sources."""
 
+    template: str = ""
+    """Text that makes the prompt from columns, in place of `prompt_field`; of rows of the form `completion`."""
     prompt_field: str = ""
     answer_field: str = ""
     chosen_field: str = "chosen"

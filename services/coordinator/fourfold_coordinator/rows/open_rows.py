@@ -99,6 +99,11 @@ def open_store_of(config: Config, source: DataSourceConfig, tokenizer: Tokenizer
     data, fields = config.data, _fields(config, source)
     form = _form(config, source, fields)
     _check_chat(config, source, form, tokenizer)
+    if fields.template and form != Form.COMPLETION:
+        raise ConfigError(
+            f"{describe(source)}: template = {fields.template!r:.200} makes the prompt of rows with an answer, and "
+            f"these have the form {form}; remove it, or set data.answer_field to the column with the answer"
+        )
     rule = EncodingRule(
         loss_on=data.loss_on or default_loss_on(form),
         turns=data.turns,
@@ -186,6 +191,7 @@ def _check_chat(config: Config, source: DataSourceConfig, form: Form, tokenizer:
 def _fields(config: Config, source: DataSourceConfig) -> RowFields:
     data = config.data
     return RowFields(
+        template=source.template,
         prompt_field=source.prompt_field or data.prompt_field,
         answer_field=source.answer_field or data.answer_field,
         chosen_field=data.chosen_field or "chosen",

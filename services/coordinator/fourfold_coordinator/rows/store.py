@@ -154,12 +154,11 @@ def prepare_store(
         ConfigError: the source cannot be read or has keys of prompts, a row is bad, the store was changed, or the disk
             is full.
     """
-    for key in ("template", "skip"):
-        if value := getattr(source, key):
-            raise ConfigError(
-                f"{describe(source)}: {key} = {value!r:.200} is for prompts of a policy, and rows are read as they "
-                f"are; remove it, and change the rows of the file"
-            )
+    if source.skip:
+        raise ConfigError(
+            f"{describe(source)}: skip = {source.skip!r:.200} is for prompts of a policy, and rows are read as they "
+            f"are; remove it, and change the rows of the file"
+        )
     digest = store_digest(source, settings, tokenizer, keys or {})
     target = folder / digest
     if not (target / META_FILE).exists():

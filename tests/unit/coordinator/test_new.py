@@ -12,11 +12,13 @@ import pytest
 
 from fourfold import config as configuration
 from fourfold.config import Config
+from fourfold.config.algorithm import SAMPLE_PRESETS
 from fourfold.errors import ConfigError
 from fourfold.host.program import program
 from fourfold.plan.preflight import check_recipe
 from fourfold.plan.report import describe
 from fourfold_coordinator.cli import new
+from fourfold_coordinator.launch.fleet import services_of
 from tests.support.chat_templates import write_tokenizer
 from tests.support.template_shapes import SHAPES
 from tests.unit.model.test_folder import write_model
@@ -192,6 +194,26 @@ def test_rows_recipe_refuses_what_it_does_not_read(words: list[str], text: str) 
     with pytest.raises(ConfigError, match=text):
         call("--data", "rows.jsonl", "--preset", "sft", *words)
     assert not Path("mine.toml").exists()
+
+
+@pytest.mark.parametrize("preset", SAMPLE_PRESETS)
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_presets_of_selections_and_teachers_get_what_they_need(preset: str, gpus: int) -> None:
+    distills = preset == "on-policy-distill"
+    words = ["--teacher", "builtin:smollm2-135m-instruct"] if distills else []
+    config = call("--data", "sums.jsonl", "--preset", preset, "--gpus", str(gpus), "--max-new-tokens", "1500", *words)
+    assert config.algorithm.preset == preset and bool(config.reference.source) is distills
+    assert (config.algorithm.selection.kind, config.algorithm.selection.threshold) == {
+        "rejection-sampling": ("above", 1.0), "online-dpo": ("best-worst", None), "on-policy-distill": ("none", None)
+    }[preset]  # fmt: skip
+    assert len({index for each in services_of(config) for index in each.place}) <= gpus
+
+
+def test_a_teacher_is_for_distillation_alone_which_needs_one() -> None:
+    with pytest.raises(ConfigError, match="--teacher is missing: the model that judges each token"):
+        call("--data", "sums.jsonl", "--preset", "on-policy-distill")
+    with pytest.raises(ConfigError, match="--preset grpo has no teacher; take on-policy-distill, or remove it"):
+        call("--data", "sums.jsonl", "--preset", "grpo", "--teacher", "builtin:smollm2-135m-instruct")
 
 
 def test_a_split_of_a_folder_is_in_the_recipe(folder: Path) -> None:

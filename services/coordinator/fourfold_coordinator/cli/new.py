@@ -19,7 +19,8 @@ from typing import Any, Final, TypeVar
 
 from fourfold import config as configuration
 from fourfold.cli.numbers import whole
-from fourfold.config import PRESETS, DataConfig, DataSourceConfig, parse_template
+from fourfold.config import DataConfig, DataSourceConfig, parse_template
+from fourfold.config.algorithm import ALL_PRESETS
 from fourfold.config.reward import ANSWER_VERIFIERS
 from fourfold.config.rows import ROW_PRESETS
 from fourfold.errors import ConfigError, InvalidInput
@@ -50,6 +51,7 @@ _MARK: Final = "####"  # mark before the final answer of a worked solution, as i
 _ENDS_WITH_NUMBER: Final = re.compile(r"\d\W*$")
 _FEW_WORDS: Final = 5
 _PRESETS_SHOWN: Final = "grpo, dapo, gspo, rloo, ppo; others: docs/algorithms.md"
+_DISTILL: Final = "on-policy-distill"
 _PASSES: Final = 20  # default passes over a small data set
 _BRIEF: Final = "Reply with only the final answer."
 _LONG: Final = {
@@ -73,6 +75,7 @@ class Answers:
     data: DataConfig  # columns and system message
     reward: str
     preset: str
+    teacher: str  # model folder or hf:OWNER/NAME of the preset on-policy-distill, else empty
     max_new_tokens: int
     has_long_answers: bool  # whether the reference answers have more than a few words
     longest_prompt: int  # tokens of the prompts that were read, with the system message
@@ -114,7 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset",
         metavar="NAME",
-        help=f"algorithm: {', '.join(sorted({*PRESETS, *ROW_PRESETS}))}; default: by the data",
+        help=f"algorithm: {', '.join(sorted(ALL_PRESETS))}; default: by the data",
+    )
+    parser.add_argument(
+        "--teacher", metavar="MODEL", help="model that judges the tokens, with --preset on-policy-distill"
     )
     parser.add_argument(
         "--system-prompt",
@@ -258,13 +264,20 @@ def _collect(args: argparse.Namespace, ask: Ask[Any], found: list[_Source]) -> A
     data = data.model_copy(update={"system_prompt": option(args.system_prompt, "System message", default, str)})
     longest = "1024" if gpus else "64"
     steps = str(_steps(len(rows), gpus))
+    preset = option(args.preset, f"Algorithm ({_PRESETS_SHOWN})", "grpo", _check_preset)
+    teacher = ""
+    if preset == _DISTILL:
+        teacher = option(args.teacher, "Teacher, a model with the same vocabulary", "", _check_teacher)
+    elif args.teacher:
+        raise ConfigError(f"--teacher {args.teacher}: --preset {preset} has no teacher; take {_DISTILL}, or remove it")
     return Answers(
         name=_name(args.recipe),
         model=model,
         sources=tuple(source.config for source in found),
         data=data,
         reward=reward,
-        preset=option(args.preset, f"Algorithm ({_PRESETS_SHOWN})", "grpo", _check_preset),
+        preset=preset,
+        teacher=teacher,
         max_new_tokens=args.max_new_tokens
         if args.max_new_tokens is not None
         else ask("Longest answer in tokens", longest, _number),
@@ -419,9 +432,15 @@ def _check_reward(name: str, *, has_answers: bool) -> str:
 
 
 def _check_preset(name: str) -> str:
-    if name not in (known := {*PRESETS, *ROW_PRESETS}):
-        raise ConfigError(f"--preset {name} is unknown; {choices(name, sorted(known))}")
+    if name not in ALL_PRESETS:
+        raise ConfigError(f"--preset {name} is unknown; {choices(name, sorted(ALL_PRESETS))}")
     return name
+
+
+def _check_teacher(name: str) -> str:
+    if not name:
+        raise ConfigError(f"--teacher is missing: the model that judges each token, which --preset {_DISTILL} needs")
+    return _check_model(name)
 
 
 def _number(text: str) -> int:
@@ -451,7 +470,8 @@ def _are_long(answers: Sequence[str]) -> bool:
 def recipe_text(answers: Answers) -> str:
     """Return the recipe with comments."""
     context = -(-(answers.longest_prompt + answers.max_new_tokens) * 5 // 4 // 64) * 64
-    quoted, long = configuration.toml_value, answers.reward == "exact_match" and answers.has_long_answers
+    quoted = configuration.toml_value
+    longest_unit = context * (2 if answers.preset == "online-dpo" else 1)
     lines = [
         "# Check it: fourfold plan RECIPE. Run it: fourfold run RECIPE. All keys: docs/reference/recipe.md",
         f"name = {quoted(answers.name)}",
@@ -468,27 +488,44 @@ def recipe_text(answers: Answers) -> str:
         "[sampling]",
         f"max_new_tokens = {answers.max_new_tokens}",
         "",
-        "[reward]",
-        *(
-            ["# It scores equal texts alone. For long answers write a function, or take a judge: docs/rewards.md"]
-            * long
-        ),
-        f"function = {quoted(answers.reward)}",
-        "",
+        *_reward_table(answers),
         "[batch]",
         "# Each prompt is sampled group_size times. More prompts: steadier and slower steps.",
         f"prompts_per_step = {_prompts_per_step(answers.gpus)}",
         "group_size = 8",
-        f"tokens_per_micro_batch = {max(context, 16_384 if answers.gpus else 2048)}",
+        f"tokens_per_micro_batch = {max(longest_unit, 16_384 if answers.gpus else 2048)}",
         "",
-        "[algorithm]",
-        f"preset = {quoted(answers.preset)}",
-        "",
+        *_algorithm(answers),
         *_placement(answers.gpus),
         "[checkpoint]",
         f"every_steps = {_interval(answers.steps, 4, 20)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _reward_table(answers: Answers) -> list[str]:
+    if answers.teacher and answers.rows < _FEW_ROWS:  # nothing is held out, and a teacher takes the place of scores
+        return []
+    long = answers.reward == "exact_match" and answers.has_long_answers
+    comments = ["# It scores equal texts alone. For long answers write a function, or take a judge: docs/rewards.md"]
+    comments = comments * long + ["# Of held-out answers; in training the teacher judges."] * bool(answers.teacher)
+    return ["[reward]", *comments, f"function = {configuration.toml_value(answers.reward)}", ""]
+
+
+def _algorithm(answers: Answers) -> list[str]:
+    quoted = configuration.toml_value
+    lines = ["[algorithm]", f"preset = {quoted(answers.preset)}", ""]
+    if answers.preset == "rejection-sampling" and answers.reward in ANSWER_VERIFIERS:
+        lines += ["# All right answers. The preset's kind, best, takes one of each group, also where none is right."]
+        lines += ["[algorithm.selection]", 'kind = "above"', "threshold = 1.0", ""]
+    if answers.teacher:
+        lines += [
+            "# The teacher. It has the vocabulary of the model.",
+            "[reference]",
+            f"source = {quoted(answers.teacher)}",
+        ]
+        lines += ['device = "cuda"', ""] if answers.gpus else [""]
+    return lines
 
 
 def _interval(steps: int, times: int, most: int) -> int:

@@ -7,32 +7,45 @@ definition of another distribution is registered by an entry point that has the 
     [project.entry-points."fourfold.losses"]
     clipped-mean = "my_package.losses:ClippedMean"
 
-Every service reads the whole recipe, so that distribution must be installed beside each of them.
+Every service reads the whole recipe, so that distribution must be installed beside each of them. A kind may also be a
+class of a file, `my_losses.py:MyLoss`, which every process that reads the recipe runs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import sys
+import types
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Generic, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from fourfold.errors import ConfigError
 from fourfold.table import Table
 from fourfold.text import choices, clean
 
+_FILE_MARK = ".py:"
+_may_run_files = True
+
+
+def refuse_files() -> None:
+    """Refuse kinds of files in this process: it reads recipes of others, as `fourfold view` does, and runs none."""
+    global _may_run_files
+    _may_run_files = False
+
 
 @contextmanager
-def foreign_code(what: str) -> Iterator[None]:
-    """Raise ConfigError with the reason, "WHAT (reason)", if code of another distribution raises anything."""
+def foreign_code(what: str, fix: str = "repair or remove the distribution that has it") -> Iterator[None]:
+    """Raise ConfigError with the reason, "WHAT (reason); FIX", if code of others raises anything."""
     try:
         yield
     except Exception as error:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        raise ConfigError(
-            f"{what} ({clean(f'{kind}{error}', 300)}); repair or remove the distribution that has it"
-        ) from None
+        raise ConfigError(f"{what} ({clean(f'{kind}{error}', 300)}); {fix}") from None
 
 
 def load_entry(point: EntryPoint) -> Any:
@@ -83,21 +96,30 @@ class Registry(Generic[D]):
         """
         if kind in self._own:
             return self._own[kind]
+        if _FILE_MARK in kind:
+            try:
+                return self._checked(_class_of_file(kind), f"kind = {kind!r}")
+            except ConfigError as error:
+                raise ValueError(error.message) from None
         # Entry points are searched last: reading the metadata of all distributions takes 15 ms.
         for point in entry_points(group=self.group, name=kind):
             try:
                 definition = load_entry(point)
             except ConfigError as error:
                 raise ValueError(error.message) from None
-            if not (isinstance(definition, type) and issubclass(definition, self._base)):
-                raise ValueError(
-                    f"entry point {self.group}: {kind} = {point.value} is not a subclass of {self._base.__name__}"
-                )
-            return definition
+            return self._checked(definition, f"entry point {self.group}: {kind} = {point.value}")
         raise ValueError(
             f"kind = {kind!r} is unknown; {choices(kind, self.kinds())}, or install the distribution that has it as an "
             f"entry point of {self.group}"
         )
+
+    def _checked(self, definition: Any, where: str) -> type[D]:
+        """Return a definition of others. Raises ValueError: it is none, or lacks a method."""
+        if not (isinstance(definition, type) and issubclass(definition, self._base)):
+            raise ValueError(f"{where} is not a subclass of {self._base.__name__}")
+        if missing := sorted(getattr(definition, "__abstractmethods__", ())):
+            raise ValueError(f"{where} has no method {missing[0]}; define it")
+        return definition
 
     def parse(self, given: object) -> object:
         """Return the definition that a table of the recipe stands for: the validator of the field.
@@ -114,3 +136,52 @@ class Registry(Generic[D]):
             keys = ", ".join(name for name in definition.model_fields if name != "kind") or "none"
             raise ValueError(f"{unknown[0]}: no such key for kind = {given['kind']!r}. Its keys: {keys}.")
         return definition.model_validate(given)
+
+
+def _class_of_file(kind: str) -> Any:
+    """Return the class of `FILE.py:NAME`, with this text as its kind, so that a written recipe names the file.
+
+    A relative path starts from the working folder. A file with the same text is run once in a process.
+
+    Raises:
+        ValueError: the file cannot be read, or has no such name; or this process runs no files.
+        ConfigError: the file fails.
+    """
+    place, _, name = kind.rpartition(":")
+    path = Path(place).absolute()
+    if not _may_run_files:
+        raise ValueError(f"kind = {kind!r}: this command reads recipes of others, and runs none of their files")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ValueError(
+            f"kind = {kind!r}: cannot read {path} ({reason}); a relative path starts from the folder of the command"
+        ) from None
+    key = f"fourfold_file_{hashlib.sha256(f'{path} {text}'.encode()).hexdigest()[:16]}"
+    if (module := sys.modules.get(key)) is None:
+        module = sys.modules[key] = types.ModuleType(key)  # pydantic looks up the names of annotations there
+        module.__file__ = str(path)
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # the file may import its neighbours, which hide no installed package
+        try:
+            with foreign_code(f"kind = {kind!r}: {path} cannot be run", "correct the file"):
+                exec(compile(text, path, "exec"), module.__dict__)
+        except ConfigError:
+            del sys.modules[key]
+            raise
+    kinds: dict[str, Any] = vars(module).setdefault("_kinds_of_recipes", {})  # one class, so that recipes are equal
+    if kind in kinds:
+        return kinds[kind]
+    if (found := getattr(module, name, None)) is None:
+        known = [each for each, value in vars(module).items() if inspect.isclass(value) and value.__module__ == key]
+        raise ValueError(
+            f"kind = {kind!r}: {path} has no {name!r}; {choices(name, known) if known else 'define a class'}"
+        )
+    if not (isinstance(found, type) and issubclass(found, Definition)):
+        return found
+    keys: dict[str, Any] = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": key}
+    keys |= {"__doc__": found.__doc__, "source": getattr(found, "source", place)}
+    with foreign_code(f"kind = {kind!r} cannot be used", "correct the file"):
+        kinds[kind] = types.new_class(found.__name__, (found,), exec_body=lambda names: names.update(keys))
+    return kinds[kind]

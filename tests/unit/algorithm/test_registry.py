@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fourfold import config as configuration
-from fourfold.algorithm import tables
+from fourfold.algorithm import registry, tables
 from fourfold.algorithm.advantages import ADVANTAGES
-from fourfold.algorithm.losses import LOSSES, LossInputs, PolicyLoss, ReinforceLoss, TokenLoss
+from fourfold.algorithm.losses import LOSSES, LossInputs, PolicyLoss, ReinforceLoss, SampleInputs, SampleLoss, TokenLoss
 from fourfold.algorithm.registry import Definition
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.cli.main import main
@@ -67,6 +67,56 @@ def write(folder: Path, text: str = RECIPE) -> Path:
     path = folder / "recipe.toml"
     path.write_text(text)
     return path
+
+
+# A class of a file
+
+
+def test_a_recipe_names_a_loss_of_pairs_in_a_file(tmp_path: Path) -> None:
+    kind = "algorithm.loss.kind=examples/losses/focal_pairs.py:FocalPairs"
+    config = configuration.load(ROOT / "recipes/dpo.toml", [kind, "algorithm.loss.gamma=1.0"])
+    loss = config.algorithm.loss
+    assert isinstance(loss, SampleLoss) and config.prepares_reference
+    assert "l = -s(-0.1 d)^1 log s(0.1 d)" in "\n".join(algorithm_plan(config))
+    assert configuration.load(write(tmp_path, configuration.dump(config))) == config, "every service reads it again"
+    inputs = SampleInputs(
+        sums=torch.tensor([-3.0, -9.0, -800.0, -1e4], dtype=torch.float64, requires_grad=True),
+        counts=torch.tensor([2, 3, 2, 3]),
+        labels=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        reference_sums=torch.tensor([-4.0, -8.0, -700.0, -10.0], dtype=torch.float64),
+    )
+    found = loss.compute(inputs)
+    wrong = 1 / (1 + np.exp(0.2))
+    assert found.loss.tolist() == pytest.approx([-wrong * np.log(1 - wrong), 0.1 * (9990 - 100)], rel=1e-12)
+    found.loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert inputs.sums.grad is not None and bool(inputs.sums.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("", "none.py:X", "cannot read .*none.py .No such file or directory.; a relative path starts from the folder"),
+        ("class A: ...", "mine.py:B", "mine.py has no 'B'; choose one of A"),
+        ("class A: ...", "mine.py:A", "is not a subclass of Loss"),
+        ("1 / 0", "mine.py:A", "mine.py cannot be run .ZeroDivisionError: division by zero.; correct the file"),
+        ("class A:", "mine.py:A", "cannot be run .IndentationError: expected an indented block"),
+        ("from fourfold import SampleLoss\nclass A(SampleLoss): ...", "mine.py:A", "has no method compute; define it"),
+    ],
+)
+def test_a_file_without_such_a_loss_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, kind: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        configuration.load(write(tmp_path, RECIPE.replace("quadratic", kind)))
+
+
+def test_a_command_that_reads_recipes_of_others_runs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_may_run_files", True)
+    registry.refuse_files()
+    with pytest.raises(ValueError, match="runs none of their files"):
+        LOSSES.find(f"{ROOT}/examples/losses/focal_pairs.py:FocalPairs")
 
 
 # A definition of another distribution

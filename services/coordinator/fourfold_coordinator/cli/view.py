@@ -104,8 +104,11 @@ def _open_runs(args: argparse.Namespace, opened: ExitStack) -> RunFolders:
 def _serve(args: argparse.Namespace, runs: RunFolders, host: str, port: int, token: str) -> None:
     import uvicorn
 
+    from fourfold.algorithm.registry import refuse_files
+
     from ..view.app import make_app
 
+    refuse_files()  # folders and hosts of others have recipes, too
     config = uvicorn.Config(
         make_app(runs, token=token),
         log_level="warning",

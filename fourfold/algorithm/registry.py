@@ -8,19 +8,19 @@ definition of another distribution is registered by an entry point that has the 
     clipped-mean = "my_package.losses:ClippedMean"
 
 Every service reads the whole recipe, so that distribution must be installed beside each of them. A kind may also be a
-class of a file, `my_losses.py:MyLoss`, which every process that reads the recipe runs.
+class of a file, `FILE.py:NAME`, which every process that reads the recipe runs.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import sys
 import types
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -28,7 +28,6 @@ from fourfold.errors import ConfigError
 from fourfold.table import Table
 from fourfold.text import choices, clean
 
-_FILE_MARK = ".py:"
 _may_run_files = True
 
 
@@ -96,9 +95,10 @@ class Registry(Generic[D]):
         """
         if kind in self._own:
             return self._own[kind]
-        if _FILE_MARK in kind:
+        if ".py:" in kind:
+            file, _, name = kind.rpartition(":")
             try:
-                return self._checked(_class_of_file(kind), f"kind = {kind!r}")
+                return self._checked(_class_of_file(Path(file).absolute(), name, kind), f"kind = {kind!r}")
             except ConfigError as error:
                 raise ValueError(error.message) from None
         # Entry points are searched last: reading the metadata of all distributions takes 15 ms.
@@ -138,50 +138,27 @@ class Registry(Generic[D]):
         return definition.model_validate(given)
 
 
-def _class_of_file(kind: str) -> Any:
-    """Return the class of `FILE.py:NAME`, with this text as its kind, so that a written recipe names the file.
-
-    A relative path starts from the working folder. A file with the same text is run once in a process.
+@cache
+def _class_of_file(path: Path, name: str, kind: str) -> Any:
+    """Return a class of a file with `kind` as its kind, so that a written recipe names the file; run the file once.
 
     Raises:
-        ValueError: the file cannot be read, or has no such name; or this process runs no files.
-        ConfigError: the file fails.
+        ValueError: there is no such file, or this process runs none.
+        ConfigError: the file fails, or has no such name.
     """
-    place, _, name = kind.rpartition(":")
-    path = Path(place).absolute()
     if not _may_run_files:
         raise ValueError(f"kind = {kind!r}: this command reads recipes of others, and runs none of their files")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ValueError(
-            f"kind = {kind!r}: cannot read {path} ({reason}); a relative path starts from the folder of the command"
-        ) from None
-    key = f"fourfold_file_{hashlib.sha256(f'{path} {text}'.encode()).hexdigest()[:16]}"
-    if (module := sys.modules.get(key)) is None:
-        module = sys.modules[key] = types.ModuleType(key)  # pydantic looks up the names of annotations there
-        module.__file__ = str(path)
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # the file may import its neighbours, which hide no installed package
-        try:
-            with foreign_code(f"kind = {kind!r}: {path} cannot be run", "correct the file"):
-                exec(compile(text, path, "exec"), module.__dict__)
-        except ConfigError:
-            del sys.modules[key]
-            raise
-    kinds: dict[str, Any] = vars(module).setdefault("_kinds_of_recipes", {})  # one class, so that recipes are equal
-    if kind in kinds:
-        return kinds[kind]
-    if (found := getattr(module, name, None)) is None:
-        known = [each for each, value in vars(module).items() if inspect.isclass(value) and value.__module__ == key]
-        raise ValueError(
-            f"kind = {kind!r}: {path} has no {name!r}; {choices(name, known) if known else 'define a class'}"
-        )
-    if not (isinstance(found, type) and issubclass(found, Definition)):
-        return found
-    keys: dict[str, Any] = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": key}
-    keys |= {"__doc__": found.__doc__, "source": getattr(found, "source", place)}
-    with foreign_code(f"kind = {kind!r} cannot be used", "correct the file"):
-        kinds[kind] = types.new_class(found.__name__, (found,), exec_body=lambda names: names.update(keys))
-    return kinds[kind]
+    spec = spec_from_file_location(f"fourfold_file_{hash(path):x}", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"kind = {kind!r}: no file {path}; a relative path starts from the folder of the command")
+    module = sys.modules[spec.name] = module_from_spec(spec)  # pydantic looks up the names of annotations there
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # the file may import its neighbours, which hide no installed package
+    with foreign_code(f"kind = {kind!r}: {path} cannot be used", "correct the file"):
+        spec.loader.exec_module(module)
+        found = getattr(module, name)
+        if not (isinstance(found, type) and issubclass(found, Definition)):
+            return found
+        keys = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": spec.name}
+        keys |= {"__doc__": found.__doc__, "source": getattr(found, "source", kind)}
+        return types.new_class(name, (found,), exec_body=lambda names: names.update(keys))

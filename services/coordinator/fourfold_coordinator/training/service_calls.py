@@ -24,7 +24,6 @@ from ..data.texts import TextDecoder
 from ..routing.replica import Replica, ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
-from ..state.ledger import SampleState
 from ..state.sample_traces import REFERENCE, SampleTraces
 from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
@@ -143,39 +142,6 @@ class ServiceCalls:
             Trajectory(prompt=prompt, segments=(sample,), completion=text)
             for sample, text in zip(samples, texts, strict=True)
         ]
-
-    async def answers(
-        self,
-        prompt: Prompt,
-        *,
-        name: str,
-        count: int,
-        seed: int,
-        version: int,
-        budget: RetryBudget,
-        held_out: EvalSet | None = None,
-        engine: ReplicaKey | None = None,
-    ) -> list[Trajectory]:
-        """Return scored answers that nothing is trained on, those without a score as dropped.
-
-        `name` is that of the group, and `count` the number of answers. For the other arguments and the errors see
-        `generate`.
-        """
-        sample_ids = [f"{name}-{index}" for index in range(count)]
-        with self.traces.evaluation(sample_ids):
-            samples = await self.generate(
-                prompt,
-                group_id=name,
-                sample_ids=sample_ids,
-                seed=seed,
-                version=version,
-                budget=budget,
-                held_out=held_out,
-                engine=engine,
-            )
-            texts = await self.with_texts(prompt, samples)
-            self.traces.move(sample_ids, SampleState.ROLLED, "")
-            return await self.score(texts, budget, evaluation=True)
 
     async def with_completions(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return trajectories of agents with their texts: the first prompt, the last segment and its last turn."""

@@ -27,6 +27,7 @@ from ...state.eval_results import AtK, EvalRow, Evaluation, SetResult, half_widt
 from ...state.samples import Trajectory
 from ...tasks.task_queue import TaskGroup, TaskQueue
 from ..service_calls import ServiceCalls
+from .answers import answer_prompt
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -197,7 +198,8 @@ class Evaluator:
         try:
             if self._by_agents:
                 return await self._attempt(prompt, name, budget, count=count, seed=seed)
-            return await self._service_calls.answers(
+            return await answer_prompt(
+                self._service_calls,
                 prompt,
                 name=name,
                 count=count,

@@ -22,6 +22,7 @@ from ...routing.replica import GivenUp
 from ...state.sampled_rows import Sampling, places
 from ...state.samples import Trajectory
 from ..context import RunContext
+from .answers import answer_prompt
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -73,7 +74,8 @@ class StandaloneSampling:
         context = self._context
         prompt, calls = context.prompts.at(position), context.service_calls
         try:
-            answers = await calls.answers(
+            answers = await answer_prompt(
+                calls,
                 prompt,
                 name=f"sample-{position}",
                 count=context.config.batch.group_size,

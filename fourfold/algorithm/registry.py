@@ -159,6 +159,6 @@ def _class_of_file(path: Path, name: str, kind: str) -> Any:
         found = getattr(module, name)
         if not (isinstance(found, type) and issubclass(found, Definition)):
             return found
-        keys = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": spec.name}
+        keys: dict[str, Any] = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": spec.name}
         keys |= {"__doc__": found.__doc__, "source": getattr(found, "source", kind)}
         return types.new_class(name, (found,), exec_body=lambda names: names.update(keys))

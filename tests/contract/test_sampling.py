@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,9 +14,12 @@ from fourfold.algorithm.selection import SelectionConfig
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator.cli.sample import _selection
 from fourfold_coordinator.launch.run_names import GROUPS_FILE, SAMPLING_FILE
+from fourfold_coordinator.routing.replica import GivenUp
 from fourfold_coordinator.rows.forms import normalise, recognise
 from fourfold_coordinator.rows.normal import Chat, RowFields
 from fourfold_coordinator.state.sampled_rows import Sampling, places, write_rows
+from fourfold_coordinator.training.evaluation import prompt_rows
+from fourfold_coordinator.training.evaluation.answers import answer_prompt
 from tests.contract.test_evaluation import EvaluationStage
 
 
@@ -96,6 +100,29 @@ async def test_an_answer_without_a_score_is_left_out_with_its_reason(
     rows = await rows_of(stage)
     lines = {line["position"]: line for line in stage.lines(GROUPS_FILE)}
     assert len(rows) == 23 and lines[2]["left_out"] == {"NO_IDEA": 1} and len(lines[2]["scores"]) == 3
+
+
+async def test_lost_prompts_are_tried_again_and_many_of_them_end_the_sampling(
+    make_sampling: Callable[..., EvaluationStage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = {1, 4}
+
+    async def fail(calls: Any, prompt: Any, *, name: str, **rest: Any) -> Any:
+        if int(name.removeprefix("sample-")) in failing:
+            raise GivenUp("the scorer is broken", reason="SCORER")
+        return await answer_prompt(calls, prompt, name=name, **rest)
+
+    monkeypatch.setattr(prompt_rows, "answer_prompt", fail)
+    first = make_sampling("none", prompts=6)
+    assert len(await rows_of(first)) == 16
+    failing.clear()
+    assert len(await rows_of(make_sampling("none", prompts=6))) == 24
+    (first.folder / GROUPS_FILE).unlink()
+    failing.update(range(40))
+    broken = make_sampling("none", prompts=40)
+    await broken.start()
+    assert await broken.finish() == 1 and not (first.folder / GROUPS_FILE).exists()
+    assert re.search(r"17 prompts are lost, .* answers \(0\); .* the scorer is broken", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ S = TypeVar("S", bound=BenchmarkSettings)
 class Benchmark(abc.ABC, Generic[S]):
     """A benchmark: `fourfold bench NAME`, or `python -m fourfold_bench.NAME`."""
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
+    name: str
+    summary: str
     """One line for the help."""
     settings: type[S]
     libraries: ClassVar[Sequence[str]]

@@ -122,9 +122,8 @@ class RowsBenchmark(Benchmark[RowsSettings]):
 
     libraries = ("torch", "transformers", "deepspeed", "liger-kernel", "trl", "accelerate", "flash-attn", "grpcio")
 
-    def __init__(self, settings: type[RowsSettings], what: str) -> None:
-        self.settings = settings
-        self.name = settings.__dataclass_fields__["kind"].default
+    def __init__(self, name: str, settings: type[RowsSettings], what: str) -> None:
+        self.name, self.settings = name, settings
         self.summary = f"{what} through `fourfold run`, alone and beside TRL"
 
     def devices(self, settings: RowsSettings) -> Sequence[str]:
@@ -181,8 +180,8 @@ class RowsBenchmark(Benchmark[RowsSettings]):
 BENCHMARKS: Final = {
     benchmark.name: benchmark
     for benchmark in (
-        RowsBenchmark(RowsSettings, "supervised fine-tuning"),
-        RowsBenchmark(DpoSettings, "DPO, whose reference is computed before step 1,"),
-        RowsBenchmark(RewardTrainingSettings, "training of a reward model on pairs"),
+        RowsBenchmark("sft", RowsSettings, "supervised fine-tuning"),
+        RowsBenchmark("dpo", DpoSettings, "DPO, whose reference is computed before step 1,"),
+        RowsBenchmark("reward-training", RewardTrainingSettings, "training of a reward model on pairs"),
     )
 }

@@ -143,7 +143,8 @@ def write_rows(settings: RowsSettings, path: Path) -> np.ndarray[Any, Any]:
                 answer = draw(sides[0])
                 row = {"input_ids": ids + answer, "labels": [_IGNORED] * prompt + answer}
             file.write(json.dumps(row) + "\n")
-    return (prompts + answers).T.ravel()
+    of_samples: np.ndarray[Any, Any] = (prompts + answers).T.ravel()
+    return of_samples
 
 
 def recipe(settings: RowsSettings, folder: Path) -> Config:

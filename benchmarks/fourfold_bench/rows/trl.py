@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
         tokenizer_file=str(folder / "model" / "tokenizer.json"), pad_token="w0", eos_token=END
     )
     packing = settings.peer == PACKED
-    config, trainer, more = {
+    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "sft": (
             trl.SFTConfig,
             trl.SFTTrainer,
@@ -87,7 +87,8 @@ def main(folder: Path) -> None:
             # Liger's loss of a language model would replace the pass of a model that has none.
             {"max_length": None, "liger_kernel_config": {"fused_linear_cross_entropy": False}},
         ),
-    }[settings.kind]
+    }
+    config, trainer, more = kinds[settings.kind]
     options = config(
         output_dir=str(folder / "trl-output"),
         per_device_train_batch_size=size,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from fourfold.config.rows import STEP_SEPARATOR
 from fourfold.config.table import GpuType, Name, Seconds, check_gpu_type
 from fourfold.table import Table
 from fourfold.text import public_url
@@ -36,7 +37,7 @@ class RewardModelConfig(Table):
     kind: Literal["score", "process"] = "score"
     """score: one score for the whole text. process: one at the end of each step of the answer; that of the last step is
     the score of the sample, those of the others are token rewards."""
-    steps: str = Field(default="\n\n", min_length=1)
+    steps: str = Field(default=STEP_SEPARATOR, min_length=1)
     """Text after each step, with which the process model was trained: `data.step_separator`. With kind = "process"."""
     source: str = Field(min_length=1)
     """Folder of the model, relative to the working directory, `hf:OWNER/NAME`, or `run:NAME` as in `model.source`."""
@@ -61,7 +62,7 @@ class RewardModelConfig(Table):
     @model_validator(mode="after")
     def _check_gpu(self) -> Self:
         check_gpu_type(self.gpu, self.device)
-        if self.kind == "score" and "steps" in self.model_fields_set:
+        if self.kind == "score" and self.steps != STEP_SEPARATOR:
             raise ValueError(
                 f'steps = {self.steps!r} is for scores of steps, and kind = "score"; set kind = "process" with a '
                 f"process reward model, or remove it"

@@ -16,6 +16,9 @@ from fourfold.table import Table
 if TYPE_CHECKING:
     from fourfold.config.schema import Config
 
+STEP_SEPARATOR: Final = "\n\n"
+"""Text after each step of an answer, if no key names another."""
+
 # A mean over the tokens of a step, each of which weighs as much as its row.
 ROW_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sft": {"advantage": {"kind": "constant"}, "loss": {"kind": "nll"}},
@@ -150,7 +153,7 @@ class RowKeys(Table):
     @property
     def separator(self) -> str:
         """The text after each labelled step."""
-        return self.step_marker or self.step_separator or "\n\n"
+        return self.step_marker or self.step_separator or STEP_SEPARATOR
 
 
 def check_rows(config: Config) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal
 
+from fourfold.config.rows import STEP_SEPARATOR
+
 Reads = Literal["answers", "pairs", "labels", "steps"]
 """What a loss reads: answers, pairs of them, labelled answers, labelled steps."""
 
@@ -126,7 +128,7 @@ class RowFields:
     weight_field: str = ""
     step_marker: str = ""
     """Text that ends a step in a row of the form steps-in-text."""
-    step_separator: str = "\n\n"
+    step_separator: str = STEP_SEPARATOR
     """Text after each step of a row of the form steps."""
     chat: bool = True
     """Whether a text prompt is a user's message for the chat template."""

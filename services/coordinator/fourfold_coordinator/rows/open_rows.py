@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from fourfold.algorithm.losses.bradley_terry import BradleyTerryLoss
+from fourfold.config.rows import STEP_SEPARATOR
 from fourfold.config.schema import Config
 from fourfold.config.sources import DataSourceConfig
 from fourfold.errors import ConfigError
@@ -198,7 +199,7 @@ def _fields(config: Config, source: DataSourceConfig) -> RowFields:
         rejected_field=data.rejected_field or "rejected",
         label_field=data.label_field or "label",
         step_marker=data.step_marker,
-        step_separator=data.step_separator or "\n\n",
+        step_separator=data.step_separator or STEP_SEPARATOR,
         several_turns=data.loss_on == "assistant",
         messages_field=data.messages_field,
         tools_field=data.tools_field,

@@ -194,7 +194,7 @@ class RewardModelBackend:
         form: dict[str, Any] = {"chat": chat, "vocabulary_size": vocabulary_size, "max_tokens": max_tokens}
         encoder: TextEncoder
         if process:
-            policy = Tokenizer.load(resolve(self._policy))
+            policy = Tokenizer.load(resolve(self._policy), date=self._date)
             encoder = StepEncoder(tokenizer, **form, separator=table.steps, policy=policy)
         else:
             encoder = TextEncoder(tokenizer, **form)

@@ -381,6 +381,10 @@ def _open(path: Path) -> sqlite3.Connection:
                 f"with the release of Fourfold that wrote it, or give it another folder"
             )
         db.executescript(_SCHEMA)
+        known = {row[1] for row in db.execute("PRAGMA table_info(turns)")}
+        for name in _TOKENS:  # a file from before a column came
+            if name not in known:
+                db.execute(f"ALTER TABLE turns ADD COLUMN {name} BLOB NOT NULL DEFAULT x''")
         db.execute(f"PRAGMA user_version = {_VERSION}")
     except (sqlite3.Error, FourfoldError) as error:
         db.close()

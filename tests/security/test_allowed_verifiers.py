@@ -60,7 +60,7 @@ def test_verifier_that_evaluates_text_needs_a_key(tmp_path: Path, data: str, rew
 
 
 def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> None:
-    assert function_of(recipe(tmp_path, data="puzzle24", verifier="last_number")).evaluating == ""
+    assert function_of(recipe(tmp_path, data="puzzle24", function="last_number")).evaluating == ""
 
 
 def test_service_with_tls_refuses_evaluation_without_a_whole_sandbox(
@@ -121,7 +121,7 @@ def item(sample_id: str, *, verifier: str = "", task: str = "") -> pb.ScoreItem:
 
 
 async def test_caller_gets_the_configured_verifier_and_no_other(tmp_path: Path, start: Start) -> None:
-    client = await start(recipe(tmp_path, verifier="last_number"))
+    client = await start(recipe(tmp_path, function="last_number"))
     asked = ["", "last_number", "exact_match", "math_verify", "reasoning_gym", "reasoning_gym:products", "os:system"]
     scores = await client.score([item(str(i), verifier=name) for i, name in enumerate(asked)], timeout=20)
     assert [score.score for score in scores[:2]] == [1.0, 1.0]

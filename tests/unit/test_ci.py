@@ -18,6 +18,8 @@ _COMMAND: Final = """#!/bin/bash
 name=${1:-check}
 echo "ran $name"
 touch began-$name
+# Bash starts a command with SIGINT ignored, so that one before `timeout` has its own handler is lost.
+[ $name != check ] || until [ -e began-test-slow ]; do sleep 0.05; done
 [ ! -e wait-$name ] || sleep 97
 [ ! -e fail-$name ]
 """

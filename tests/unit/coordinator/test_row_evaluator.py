@@ -103,7 +103,7 @@ async def test_held_out_steps_have_an_accuracy_and_a_loss(tmp_path: Path) -> Non
             return await work(SimpleNamespace(trainer=Trainer()))
 
     held_out = HeldOutRows(name="holdout", stores=[store], units=np.arange(2))
-    evaluator = RowEvaluator([held_out], Calls(), config_of("steps"))  # type: ignore[arg-type]
+    evaluator = RowEvaluator([held_out], Calls(), config_of("steps"))
     found = await evaluator.run(step=3, version=2, engine=None, on_progress=lambda *_: None)
     assert found is not None and found.row.score == pytest.approx(2 / 4) and found.row.answer_count == 4
     pairs = [(2.0, 1.0), (0.5, 0.25), (-1.0, 0.0), (-3.0, 1.0)]

@@ -126,7 +126,7 @@ def format_answers(scored: int, missing: int, measure: str = "score") -> str:
 
     Examples: "160 answers", "1 of 240 answers; 239 without a score"; "20 pairs" by `measure`, as of `of_measure`.
     """
-    word = "pair" if measure in ("accuracy", "pair loss") else "answer"
+    word = {"accuracy": "pair", "pair loss": "pair", "step accuracy": "step"}.get(measure, "answer")
     if missing:
         return f"{scored} of {scored + missing} {word}s; {missing} without a score"
     return f"{scored} {word}{'s' * (scored != 1)}"

@@ -432,8 +432,8 @@ class EvalRecord(_message.Message):
     """See low; set with it."""
     measure: _builtins.str
     """"loss": scores are minus the loss in nats per token. "accuracy": shares of pairs that the model orders as the data
-    does; "label accuracy": of labelled answers. "pair loss", "label loss": minus the mean loss of these. "score", or
-    empty from an older coordinator: those of scorers.
+    does; "label accuracy", "step accuracy": of labelled answers and steps. "pair loss", "label loss": minus the mean
+    loss of these. "score", or empty from an older coordinator: those of scorers.
     """
     @_builtins.property
     def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalSetRecord]:

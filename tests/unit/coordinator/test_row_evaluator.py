@@ -106,6 +106,7 @@ async def test_held_out_steps_have_an_accuracy_and_a_loss(tmp_path: Path) -> Non
     evaluator = RowEvaluator([held_out], Calls(), config_of("steps"))
     found = await evaluator.run(step=3, version=2, engine=None, on_progress=lambda *_: None)
     assert found is not None and found.row.score == pytest.approx(2 / 4) and found.row.answer_count == 4
+    assert found.row.measure == "step accuracy"
     pairs = [(2.0, 1.0), (0.5, 0.25), (-1.0, 0.0), (-3.0, 1.0)]
     right = [1 / (1 + np.exp(-h)) for h, _ in pairs]
     wanted = -np.mean([t * np.log(s) + (1 - t) * np.log(1 - s) for s, (_, t) in zip(right, pairs, strict=True)])

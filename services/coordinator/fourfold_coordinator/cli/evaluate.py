@@ -145,6 +145,11 @@ def _evaluate_rows(args: argparse.Namespace, config: Config) -> int:
         )
     run_dir = find_run(args.run)
     step, _ = find_weights(run_dir, args.checkpoint or "last")
+    if not (run_dir / "checkpoints" / f"step-{step}").is_dir():
+        raise ConfigError(
+            f"{run_dir} has no checkpoint of step {step} any more, only its export, and rows are measured with a "
+            f"checkpoint; give --checkpoint with one of checkpoints/, or a recipe that samples answers (--recipe)"
+        )
     folder, config = make_run_dir(config, f"step-{step}", run_dir / EVALUATIONS_FOLDER)
     try:
         result = evaluate_rows(config, run_dir, step, Supervisor(folder / "logs"))
@@ -295,7 +300,7 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
         *(f"pass@{k}" for k in sizes),
         *(f"maj@{k}" for k in sizes if k > 1),
     ]
-    counted = "pairs" if measure in ("accuracy", "pair loss") else "answers"
+    counted = {"accuracy": "pairs", "pair loss": "pairs", "step accuracy": "steps"}.get(measure, "answers")
     rows = [[*header, counted, "missing", "tokens per answer", "time"]]
     for row in sets:
         pass_at, majority_at = ({each["k"]: each for each in row[key]} for key in ("pass_at", "majority_at"))

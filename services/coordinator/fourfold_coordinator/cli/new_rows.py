@@ -72,7 +72,7 @@ def rows_recipe(answers: RowAnswers) -> str:
         form = recognise(answers.rows, fields, reads)
     except ConfigError as error:
         raise ConfigError(f"{where}, --preset {answers.preset}: {error.message}") from None
-    keys, longest = _fitting_keys(answers, form, fields, where)
+    keys, longest = _fitting_keys(answers, form, fields, where, scored=scores and reads != "steps")
     context = -(-longest * 5 // 4 // 64) * 64
     total = sum(count_rows(source) or len(answers.rows) for source in answers.sources)
     rows_per_step = max(1, min(128 if answers.gpus else 32, total // 4))
@@ -113,13 +113,15 @@ def rows_recipe(answers: RowAnswers) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fitting_keys(answers: RowAnswers, form: Form, fields: RowFields, where: str) -> tuple[Mapping[str, Any], int]:
+def _fitting_keys(
+    answers: RowAnswers, form: Form, fields: RowFields, where: str, *, scored: bool
+) -> tuple[Mapping[str, Any], int]:
     """Return the keys of [data] with which the chat template fits the rows, and the tokens of the longest sample."""
     tokenizer = Tokenizer.load(model_folder.resolve(answers.model))
     first: ConfigError | None = None
     for keys in _KEYS:
         rule = EncodingRule(loss_on=default_loss_on(form), **keys)
-        settings = EncodingSettings(form=form, fields=fields, rule=rule, max_tokens=1 << 30)
+        settings = EncodingSettings(form=form, fields=fields, rule=rule, max_tokens=1 << 30, scored=scored)
         try:
             rendered, block = render_block(list(enumerate(answers.rows)), settings, tokenizer, where)
             block = encode_block(rendered, block, settings, tokenizer, where)

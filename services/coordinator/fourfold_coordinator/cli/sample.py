@@ -49,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the keys of [algorithm.selection], such as above,threshold=1; default: that of the recipe",
     )
     parser.add_argument(
-        "--prompts", type=whole, default=0, metavar="N", help="prompts to sample; default: every one once"
+        "--prompts",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="prompts to sample, in the order of training; default: as many as there are, with weights of sources in "
+        "their shares",
     )
     parser.add_argument(
         "--truncated",
@@ -65,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     out: Path = args.out
     _check_place(out)
     if args.prompts < 0:
-        raise ConfigError(f"--prompts {args.prompts}: it is a number of prompts; 0 takes every one once")
+        raise ConfigError(f"--prompts {args.prompts}: it is a number of prompts; 0 takes as many as there are")
     signals = SignalHandler()
     with signals.installed():
         folder = out.with_name(out.name + ".run")
@@ -174,7 +179,13 @@ class SampleCommand(RunCommand):
     def print_result(self) -> int:
         out, groups = self._args.out, self._run_dir / GROUPS_FILE
         made = write_rows(groups, out)
-        print("\n".join(result_lines(made, out if made.rows else None)), file=sys.stdout if made.rows else sys.stderr)
+        lines = result_lines(made, out if made.rows else None)
+        asked = self._dashboard.status.answer_count // self._config.batch.group_size
+        if (lost := asked - made.prompts) > 0:
+            lines.insert(
+                1, f"{lost:,} prompts are left out: services failed too often; {self._run_dir}/logs has the reasons"
+            )
+        print("\n".join(lines), file=sys.stdout if made.rows else sys.stderr)
         if made.rows:
             groups.unlink()
         return 0 if made.rows else 1

@@ -74,6 +74,7 @@ _TRAINING: Final = (
     ("loss", m.NLL),
     ("accuracy", m.PAIR_ACCURACY),
     ("accuracy", m.SCORE_ACCURACY),
+    ("step accuracy", m.SCORE_ACCURACY),
     ("label accuracy", m.KTO_ACCURACY),
     ("pair loss", m.POLICY_LOSS),
     ("label loss", m.POLICY_LOSS),

@@ -288,7 +288,7 @@ def _completion(row: Row, fields: RowFields) -> Chat | Plain:
     if not prompt_column:
         _column(row, fields.prompt_field or _prompt_column(row, fields) or "prompt", "data.prompt_field")
         _column(row, fields.answer_field or "completion", "data.answer_field")
-    prompt = fill_template(fields.template, row, "the row") if fields.template else row[prompt_column]
+    prompt = fill_template(fields.template, row, "template") if fields.template else row[prompt_column]
     return _joined(prompt, row[answer_column], row, fields)
 
 

@@ -27,7 +27,7 @@ class Example:
 
 Interval = tuple[Finite, Finite]
 """Bounds of a 95 % interval, clustered by task group."""
-Measure = Literal["score", "loss", "accuracy", "pair loss", "label accuracy", "label loss"]
+Measure = Literal["score", "loss", "accuracy", "step accuracy", "pair loss", "label accuracy", "label loss"]
 """What a score is: that of scorers; minus the loss in nats per token; the share of pairs in the order of the data,
 or of labelled steps on the side of their label;
 minus the mean loss of a pair; the share of labelled answers on the side of their label; minus their mean loss."""

@@ -271,7 +271,8 @@ class TrainingLoop:
         # removes the lines of an untrained step.
         if batch.groups:
             await self.disk.write_in_thread(append_samples, self.context, step, batch.trajectories())
-        self.session.send_ahead(step + 1, await self.source.look_ahead(step + 1))
+        if step < self.config.steps:
+            self.session.send_ahead(step + 1, await self.source.look_ahead(step + 1))
         return await asyncio.to_thread(self.source.metrics, batch, policy_version=self.broker.version)
 
     async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:

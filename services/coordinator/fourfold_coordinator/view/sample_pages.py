@@ -63,8 +63,8 @@ class TokenSpan:
 def samples(request: Request) -> Response:
     """Show the trajectories that fit a search."""
     reader = run_of(request)
-    config = reader.config()
-    if config is not None and not config.needs_engines:
+    batch = reader.recipe().get("batch")  # not `config()`: it is None with a loss of a file, which rows do not need
+    if isinstance(batch, dict) and batch.get("rows_per_step"):
         return rows(request)
     query = parse_query(request)
     page = whole_number(request, "page") or 1
@@ -171,7 +171,7 @@ def compare_group(config: Config | None, group: Sequence[SampleRow]) -> dict[str
     Empty for estimators that do not compare whole samples of a prompt.
     """
     trained = [row for row in group if not row.dropped and row.score is not None]
-    estimator = config.algorithm.advantage if config else None
+    estimator = config.algorithm.advantage if config and not config.algorithm.loss.of_answers else None
     if estimator is None or not trained or not estimator.compares_samples:
         return {}
     if estimator.compares_terms or estimator.compares_turns or estimator.compares_tokens:

@@ -235,6 +235,8 @@ def measure_of(config: Config) -> Measure:
     loss, metric = config.algorithm.loss, config.evaluation.metric
     if not loss.of_answers:
         return "loss"
+    if loss.reads == "steps":
+        return "step accuracy"
     if loss.reads == "labels":
         return "label loss" if metric == "loss" else "label accuracy"
     return "pair loss" if metric == "loss" else "accuracy"

@@ -73,5 +73,13 @@ def pairs_of(scores: Sequence[float], min_margin: float = 0.0) -> list[tuple[int
     The pairs of some samples of a group do not depend on its other samples: the coordinator selects the samples of
     all pairs, and the trainer finds the same pairs in them.
     """
-    found = [(i, j) if scores[i] > scores[j] else (j, i) for i, j in combinations(range(len(scores)), 2)]
-    return [(w, o) for w, o in found if scores[w] > scores[o] and scores[w] - scores[o] >= min_margin]
+    values = [_decimal(score) for score in scores]
+    found = [(i, j) if values[i] > values[j] else (j, i) for i, j in combinations(range(len(values)), 2)]
+    return [(w, o) for w, o in found if values[w] > values[o] and _decimal(values[w] - values[o]) >= min_margin]
+
+
+def _decimal(value: float) -> float:
+    """Return the shortest decimal number of a float32: the same for a score before and after its way to the trainer."""
+    import numpy as np  # here, because the check of a recipe loads this module, and no numpy
+
+    return float(str(np.float32(value)))

@@ -153,6 +153,9 @@ def _teacher(message: pb.Experience, count: int, vocabulary_size: int) -> dict[s
     ids, logprobs = read_ints(data[0]).reshape(count, width), read_floats(data[1]).reshape(count, width)
     if int(ids.view(np.uint32).max()) >= vocabulary_size:
         raise InvalidInput(f"{where}: teacher_ids has an id outside of the vocabulary [0, {vocabulary_size})")
+    ordered = np.sort(ids[1:], axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise InvalidInput(f"{where}: teacher_ids has an id twice at one position; they must be different")
     if not (np.isfinite(logprobs[1:]) & (logprobs[1:] <= 0)).all():
         raise InvalidInput(f"{where}: teacher_logprobs must be finite and at most 0 after the first token")
     return {"teacher_ids": ids, "teacher_logprobs": logprobs}

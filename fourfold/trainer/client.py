@@ -444,7 +444,7 @@ def takes_steps_ahead(client: AsyncTrainerClient) -> bool:
 
     A trainer of an earlier contract begins a step when the stream ends, so also when its caller has died.
     """
-    return has_minor(client._contract, 10)
+    return has_minor(client._contract, 11)
 
 
 class TrainerClient(SyncClient[AsyncTrainerClient]):

@@ -234,7 +234,7 @@ class TrainStepRequest(_message.Message):
     and the batch may be sent while the step before it is trained. A stream that ends without true
     is refused with INVALID_ARGUMENT, because gRPC also ends the stream of a caller that died.
     Unset: the step begins at the end of the stream, and a caller that dies may leave a part of
-    its batch to be trained. A trainer of a contract before 1.10 does not know this field.
+    its batch to be trained. A trainer of a contract before 1.11 does not know this field.
     """
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:

@@ -149,8 +149,8 @@ class Experience(_message.Message):
     """
     teacher_ids: _builtins.bytes
     """The likeliest tokens of a teacher in place of each token, given the tokens before it: n rows of k little-endian
-    int32, each in [0, vocabulary size); k is the same for all samples of a batch, and at most 64. The first row has no
-    meaning. Empty: none; refused when the recipe's loss is distill, and ignored by any other.
+    int32, different ids in [0, vocabulary size); k is the same for all samples of a batch, and at most 64. The first
+    row has no meaning. Empty: none; refused when the recipe's loss is distill, and ignored by any other.
     """
     teacher_logprobs: _builtins.bytes
     """Their natural-log probabilities: n rows of k little-endian float32, at most 0, finite but for the first row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,15 @@ def test_the_pairs_of_a_group_are_those_of_its_selected_samples() -> None:
     assert chosen == [1, 2, 3, 4]
     again = [(chosen[a], chosen[b]) for a, b in pairs_of([SCORES[i] for i in chosen], 1.75)]
     assert again == pairs_of(SCORES, 1.75)
+
+
+def test_coordinator_and_trainer_find_the_same_pairs() -> None:
+    """The trainer has scores as float32, and the coordinator as doubles; a margin is at least `min_margin` in both."""
+    for first, second, margin in itertools.product(range(11), range(11), range(11)):
+        scores = [first / 10, second / 10]
+        found = pairs_of(scores, margin / 10)
+        assert found == pairs_of([float(np.float32(score)) for score in scores], margin / 10)
+        assert bool(found) == (first != second and abs(first - second) >= margin), (first, second, margin)
 
 
 def test_advantages_without_scores() -> None:

@@ -280,5 +280,5 @@ def test_a_template_makes_the_prompt_of_an_answer() -> None:
     fields = RowFields(template="{instruction}: {input}\n", answer_field="output", chat=False)
     form = recognise([row], fields, "answers")
     assert form == Form.COMPLETION and normalise(row, form, fields).sides == (Plain(prompt="Add: 1, 2\n", answer="3"),)
-    with pytest.raises(ConfigError, match="the row: no column 'input', which template"):
+    with pytest.raises(ConfigError, match="template: no column 'input', which template"):
         normalise({"instruction": "Add", "output": "3"}, form, fields)

@@ -147,6 +147,11 @@ BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
         teach(codec.pack_ints([5000] * 8), bytes(32)),
         "teacher_ids has an id outside of the vocabulary [0, 1000)",
     ),
+    (
+        "teacher twice",
+        teach(codec.pack_ints([3, 3] * 8), bytes(64)),
+        "teacher_ids has an id twice at one position",
+    ),
     ("reference length", lambda m: setattr(m, "reference_logprobs", b"\0" * 4), "reference_logprobs has 4 bytes"),
     (
         "reference nan",

@@ -6,13 +6,14 @@ import itertools
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.config import Config
+from fourfold.config import Config, load
 from fourfold.rpc.codec import encode_stream
 from fourfold.sample import Sample, VersionSpan
 from fourfold.sample.wire import decode, encode_parts
@@ -105,6 +106,28 @@ def test_targets_do_not_depend_on_how_many_samples_are_computed_at_once(
 
 
 @pytest.mark.slow
+def test_a_full_step_with_the_tokens_of_a_teacher_is_taken() -> None:
+    recipe = load(Path(__file__).parents[3] / "recipes/distill.toml")
+    tokens, k = recipe.model.max_context_tokens, recipe.algorithm.loss.teacher_tokens
+    ids = np.tile(np.arange(k, dtype=np.int32), (tokens, 1))
+    mask = np.arange(tokens) >= 1
+    row = replace(
+        next(iter(samples())),
+        token_ids=np.zeros(tokens, np.int32),
+        behavior_logprobs=np.empty(0, np.float32),
+        version_spans=(),
+        action_mask=mask,
+        loss_mask=mask,
+        teacher_ids=ids,
+        teacher_logprobs=np.full((tokens, k), -9, np.float32),
+    )
+    limits = {"vocabulary_size": 100, "max_tokens": tokens}
+    incoming = IncomingBatch(1, recipe, lambda message: decode(message, **limits), keep=True)
+    for data in encode_stream(TrainStepRequest(step=1), 2, [encode_parts(row)] * recipe.batch.samples_per_step):
+        incoming.add(TrainStepRequest.FromString(data))
+    assert len(incoming.samples) == recipe.batch.samples_per_step
+
+
 def test_a_step_may_be_larger_than_two_gibibytes() -> None:
     """No message of protobuf may be that large; the batch goes in messages of a mebibyte."""
     tokens = 100_000

@@ -107,7 +107,8 @@ class IncomingBatch:
         self._step, self._decode, self._keep = step, decode, keep
         segments = config.agents.max_segments if config.agents.source != "none" else 1
         self._most = config.batch.samples_per_step * config.samples_per_row * segments
-        self._most_bytes = self._most * (config.model.max_context_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)
+        token_bytes = _TOKEN_BYTES + 8 * config.algorithm.loss.teacher_tokens  # an id and a log-probability of each
+        self._most_bytes = self._most * (config.model.max_context_tokens * token_bytes + _SAMPLE_BYTES)
         self._count = self._bytes = 0
         self._digest = hashlib.sha256()
         self._samples = SamplesBuilder()

@@ -138,7 +138,7 @@ _TENSORS = ["fourfold.nn", "fourfold.weights"]
 _COORDINATOR_EXTRAS = [
     "fourfold_coordinator.launch.ray",
     "fourfold_coordinator.training.evaluation.harness",
-    *(f"fourfold_coordinator.view.{name}" for name in ("app", "pages", "sample_pages", "templates")),
+    *(f"fourfold_coordinator.view.{name}" for name in ("app", "pages", "row_pages", "sample_pages", "templates")),
     *(f"fourfold_coordinator.sinks.{name}_sink" for name in ("mlflow", "tensorboard", "trackio", "wandb")),
 ]
 

@@ -145,11 +145,6 @@ def _evaluate_rows(args: argparse.Namespace, config: Config) -> int:
         )
     run_dir = find_run(args.run)
     step, _ = find_weights(run_dir, args.checkpoint or "last")
-    if not (run_dir / "checkpoints" / f"step-{step}").is_dir():
-        raise ConfigError(
-            f"{run_dir} has no checkpoint of step {step} any more, only its export, and rows are measured with a "
-            f"checkpoint; give --checkpoint with one of checkpoints/, or a recipe that samples answers (--recipe)"
-        )
     folder, config = make_run_dir(config, f"step-{step}", run_dir / EVALUATIONS_FOLDER)
     try:
         result = evaluate_rows(config, run_dir, step, Supervisor(folder / "logs"))

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from fourfold.security.access import Security
 from fourfold.security.material import server_name
 from fourfold.security.principal import Principal
 from tests.fakes.command_line import listening, until
+from tests.support.rollout_process import free_port
 from tests.support.scrape import check_exported, http, parse, value
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200), pytest.mark.slow]
@@ -131,13 +131,10 @@ class ByHand:
 
 
 def unused_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    ports = set[int]()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def tiny(recipe: Config, model: Path, public_port: int) -> Config:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,15 +21,10 @@ import pytest
 
 from fourfold import config as configuration
 from tests.fakes.command_line import Stage, listening, staged, until
+from tests.support.rollout_process import free_port
 from tests.support.tensorboard import shown_by_tensorboard
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 
 from tests.fakes.command_line import ROOT, Stage, staged, until
 from tests.fakes.toy_services import DELAY_VARIABLE
-from tests.integration.test_run_command import free_port
+from tests.support.rollout_process import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 

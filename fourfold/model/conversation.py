@@ -122,7 +122,8 @@ def render_answers(
     if not rule.trust_special_tokens:
         shown, tools = tokenizer.escape(shown), tokenizer.escape(tools)
     if rule.loss_on == "all":
-        text = _rendered_whole(shown, tools, tokenizer)
+        text = tokenizer.render_chat(shown, tools=tools, add_generation_prompt=False)
+        check_shown(text, shown, tools)
         return [RenderedAnswer(pieces=(Piece(text, True, True),), end=rule.end, turn=turns[-1])]
     if rule.turns == "all":
         conversations = [(_Conversation(tokenizer, shown, tools), turns)]
@@ -155,7 +156,7 @@ def scored_chat(
     shown: Any = [{key: value for key, value in m.items() if key not in SWITCHES} for m in messages]
     if not trusted:
         shown, tools = tokenizer.escape(shown), tokenizer.escape(tools)
-    return RenderedAnswer(pieces=(Piece(_rendered_whole(shown, tools, tokenizer)),))
+    return RenderedAnswer(pieces=(Piece(tokenizer.render_chat(shown, tools=tools, add_generation_prompt=False)),))
 
 
 def scored_plain(prompt: str, answer: str, tokenizer: Tokenizer) -> RenderedAnswer:
@@ -222,14 +223,17 @@ def _is_trained(message: Message, number: int) -> bool:
     return True
 
 
-def _rendered_whole(messages: Sequence[Message], tools: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> str:
-    text = tokenizer.render_chat(messages, tools=tools, add_generation_prompt=False)
-    _check_shown(text, messages, tools)
-    return text
+def check_shown(text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+    """Refuse a conversation whose tools or tool calls the template left out: many templates know no tools.
 
+    Args:
+        text: the rendered conversation.
+        messages: those that were rendered, as `read_messages` returns them.
+        tools: as `read_tools` returns them.
 
-def _check_shown(text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-    """Refuse a conversation whose tools or tool calls the template left out: many templates know no tools."""
+    Raises:
+        InvalidInput: names the first tool, or message and call, whose name is not in the text.
+    """
     fix = "set data.chat_template to a template with tools"
     for name in (tool["function"]["name"] for tool in tools):
         if name not in text:
@@ -251,7 +255,7 @@ class _Conversation:
     def __init__(self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         self._tokenizer, self._messages, self._tools = tokenizer, messages, tools
         self._text, self._marks = tokenizer.render_marked(messages, tools=tools)
-        _check_shown(self._text, messages, tools)
+        check_shown(self._text, messages, tools)
 
     def pieces(self, turns: Sequence[int]) -> Iterator[Piece]:
         """Yield the text in pieces, up to the message after the last of `turns`, which are in the loss."""

@@ -302,3 +302,22 @@ def test_progress_has_rate_and_share() -> None:
         "encoding x.jsonl: 9,000 rows, 225 rows/s, 90%, 4 s left",
     ]
     assert shown(None)[0] == "encoding x.jsonl: 4,000 rows, 400 rows/s"
+
+
+@pytest.mark.parametrize("preset", ["dpo", "reward-model", "process-reward"])
+def test_tools_that_the_template_leaves_out_are_refused(check: Check, preset: str) -> None:
+    tool = {"type": "function", "function": {"name": "rain", "description": "d", "parameters": {}}}
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"q{i}"}],
+            "tools": [tool],
+            **(
+                {"completions": ["a"], "labels": [True]}
+                if preset == "process-reward"
+                else {"chosen": "a", "rejected": "b"}
+            ),
+        }
+        for i in range(40)
+    ]
+    with pytest.raises(ConfigError, match="row 0: the chat template leaves out the tool 'rain'"):
+        check(rows, f"algorithm.preset={preset}", "batch.tokens_per_micro_batch=200", family="chatml")

@@ -192,6 +192,8 @@ async def test_samples_that_cannot_be_scored_have_named_errors(folder: Path) -> 
         job("x", messages="[" * 100_000),
         job("x", messages='[{"role": "user", "content": "\\udcff"}]'),
         job("x", messages=[{"role": "user"}]),  # the template cannot read it, or renders nothing
+        job("x", messages=[{"role": "assistant", "content": "y", "tool_calls": [{"name": "f"}]}]),
+        job("x", messages=[{"role": "assistant", "content": "y", "tool_calls": 5}]),
         job("fine"),
     ]
     outcomes = await score(folder, jobs, chat=True, max_tokens=64)

@@ -19,6 +19,7 @@ from fourfold.model.conversation import (
     RenderedAnswer,
     Span,
     TemplateMismatch,
+    check_shown,
     encode_each,
     is_said,
     plain_answer,
@@ -180,12 +181,17 @@ def _render(side: Side, rule: EncodingRule, tokenizer: Tokenizer) -> list[Render
         return []
     prompt, tools = (side.prompt, ()) if isinstance(side.prompt, str) else (side.prompt.messages, side.prompt.tools)
     trusted = rule.trust_special_tokens or not prompt  # a text that has its prompt in it is rendered already
-    return [scored_steps(prompt, tools, side.steps, side.separator, tokenizer, trusted=trusted)]
+    answer = scored_steps(prompt, tools, side.steps, side.separator, tokenizer, trusted=trusted)
+    if not isinstance(side.prompt, str):
+        check_shown(answer.pieces[0].text, side.prompt.messages, side.prompt.tools)
+    return [answer]
 
 
 def _render_scored(side: Side, rule: EncodingRule, tokenizer: Tokenizer) -> list[RenderedAnswer]:
     if isinstance(side, Chat) and is_said(side.messages[-1]):
-        return [scored_chat(side.messages, side.tools, tokenizer, trusted=rule.trust_special_tokens)]
+        answer = scored_chat(side.messages, side.tools, tokenizer, trusted=rule.trust_special_tokens)
+        check_shown(answer.pieces[0].text, side.messages, side.tools)
+        return [answer]
     return [scored_plain(side.prompt, side.answer, tokenizer)] if isinstance(side, Plain) and side.answer else []
 
 

@@ -114,7 +114,7 @@ class Registry(Generic[D]):
         )
 
     def _checked(self, definition: Any, where: str) -> type[D]:
-        """Return a definition of others. Raises ValueError: it is none, or lacks a method."""
+        """Return a definition of other code. Raises ValueError: it is no subclass of the base, or lacks a method."""
         if not (isinstance(definition, type) and issubclass(definition, self._base)):
             raise ValueError(f"{where} is not a subclass of {self._base.__name__}")
         if missing := sorted(getattr(definition, "__abstractmethods__", ())):
@@ -140,7 +140,7 @@ class Registry(Generic[D]):
 
 @cache
 def _class_of_file(path: Path, name: str, kind: str) -> Any:
-    """Return a class of a file with `kind` as its kind, so that a written recipe names the file; run the file once.
+    """Return a class of a file with `kind` as its kind, so that a written recipe names the file.
 
     Raises:
         ValueError: there is no such file, or this process runs none.
@@ -148,17 +148,25 @@ def _class_of_file(path: Path, name: str, kind: str) -> Any:
     """
     if not _may_run_files:
         raise ValueError(f"kind = {kind!r}: this command reads recipes of others, and runs none of their files")
-    spec = spec_from_file_location(f"fourfold_file_{hash(path):x}", path) if path.is_file() else None
-    if spec is None or spec.loader is None:
+    if not path.is_file():
         raise ValueError(f"kind = {kind!r}: no file {path}; a relative path starts from the folder of the command")
-    module = sys.modules[spec.name] = module_from_spec(spec)  # pydantic looks up the names of annotations there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # the file may import its neighbours, which hide no installed package
     with foreign_code(f"kind = {kind!r}: {path} cannot be used", "correct the file"):
-        spec.loader.exec_module(module)
+        module = _run_file(path)
         found = getattr(module, name)
         if not (isinstance(found, type) and issubclass(found, Definition)):
             return found
-        keys: dict[str, Any] = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": spec.name}
+        keys: dict[str, Any] = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": module.__name__}
         keys |= {"__doc__": found.__doc__, "source": getattr(found, "source", kind)}
         return types.new_class(name, (found,), exec_body=lambda names: names.update(keys))
+
+
+@cache
+def _run_file(path: Path) -> types.ModuleType:
+    """Run a file, once in a process."""
+    spec = spec_from_file_location(f"fourfold_file_{hash(path):x}", path)
+    assert spec is not None and spec.loader is not None, "the name ends with .py"
+    module = sys.modules[spec.name] = module_from_spec(spec)  # pydantic looks up the names of annotations there
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # the file may import its neighbours, which hide no installed package
+    spec.loader.exec_module(module)
+    return module

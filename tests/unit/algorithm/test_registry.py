@@ -112,6 +112,16 @@ def test_a_file_without_such_a_loss_says_what_is_wrong(
         configuration.load(write(tmp_path, RECIPE.replace("quadratic", kind)))
 
 
+def test_a_file_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "examples/losses/focal_pairs.py").read_text()
+    Path("mine.py").write_text(
+        f"{text}\nwith open('runs', 'a') as file:\n    file.write('x')\n\n\nclass Second(FocalPairs):\n    pass\n"
+    )
+    first, second = LOSSES.find("mine.py:FocalPairs"), LOSSES.find(f"{tmp_path}/mine.py:Second")
+    assert issubclass(second, first.__bases__) and Path("runs").read_text() == "x"
+
+
 def test_a_command_that_reads_recipes_of_others_runs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_may_run_files", True)
     registry.refuse_files()

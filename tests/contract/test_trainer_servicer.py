@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -121,9 +122,11 @@ async def test_the_reference_is_that_of_the_weights_before_step_1(start_trainer:
     assert losses == pytest.approx([np.log(2)]) and margins == [0.0]
     with pytest.raises(InvalidInput, match="no reference_logprobs"):
         await trainer.client.unit_losses(pair, step=1, timeout=SECONDS)
-    request = pb.ComputeLogprobsRequest(experiences=map(encode, known), losses_of_step=1, include_values=True)
-    with pytest.raises(grpc.aio.AioRpcError, match="losses alone"):
-        await trainer.stub.ComputeLogprobs(request, timeout=SECONDS)
+    more: dict[str, Any]
+    for more in ({"include_values": True}, {"reference_of_step": 1}):
+        request = pb.ComputeLogprobsRequest(experiences=map(encode, known), losses_of_step=1, **more)
+        with pytest.raises(grpc.aio.AioRpcError, match="losses alone"):
+            await trainer.stub.ComputeLogprobs(request, timeout=SECONDS)
     await trainer.client.forward_backward([pair[0].token_ids], [pair[0].loss_mask], step=1, timeout=SECONDS)
     await trainer.client.optim_step(1, timeout=SECONDS)
     with pytest.raises(WrongState, match="before step 1, and the trainer is at step 1"):

@@ -105,7 +105,6 @@ def test_targets_do_not_depend_on_how_many_samples_are_computed_at_once(
     assert found[0] == found[1] == found[2] and len(found[0]) == len(few)
 
 
-@pytest.mark.slow
 def test_a_full_step_with_the_tokens_of_a_teacher_is_taken() -> None:
     recipe = load(Path(__file__).parents[3] / "recipes/distill.toml")
     tokens, k = recipe.model.max_context_tokens, recipe.algorithm.loss.teacher_tokens
@@ -128,6 +127,7 @@ def test_a_full_step_with_the_tokens_of_a_teacher_is_taken() -> None:
     assert len(incoming.samples) == recipe.batch.samples_per_step
 
 
+@pytest.mark.slow
 def test_a_step_may_be_larger_than_two_gibibytes() -> None:
     """No message of protobuf may be that large; the batch goes in messages of a mebibyte."""
     tokens = 100_000

@@ -125,10 +125,10 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         """Compute log-probabilities under the current weights, and entropies and values if asked for."""
         more = request.include_entropies or request.include_values
         _check_size(request, request.experiences, limit=_REQUEST_BYTES // 2 if more else _REQUEST_BYTES)
-        if request.reference_of_step:
-            return await self._reference(request, context)
         if request.losses_of_step:
             return await self._losses(request, context)
+        if request.reference_of_step:
+            return await self._reference(request, context)
         samples = Samples.of(map(self._lookup_sample, request.experiences))
         found, version = await self._run(
             context,
@@ -155,7 +155,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     async def _losses(self, request: pb.ComputeLogprobsRequest, context: Context) -> pb.ComputeLogprobsResponse:
         step = check_number(request.losses_of_step, "losses_of_step", least=1)
-        if request.include_entropies or request.include_values:
+        if request.include_entropies or request.include_values or request.reference_of_step:
             raise InvalidInput(f"losses_of_step = {step} has losses alone; ask for nothing else with it")
         samples = await asyncio.to_thread(lambda: [self._decode(message) for message in request.experiences])
         found, version = await self._run(context, Phase.COMPUTING, self._core.compute_unit_losses, samples, step)

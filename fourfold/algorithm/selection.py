@@ -75,7 +75,8 @@ def pairs_of(scores: Sequence[float], min_margin: float = 0.0) -> list[tuple[int
     """
     values = [_decimal(score) for score in scores]
     found = [(i, j) if values[i] > values[j] else (j, i) for i, j in combinations(range(len(values)), 2)]
-    return [(w, o) for w, o in found if values[w] > values[o] and _decimal(values[w] - values[o]) >= min_margin]
+    found = [(w, o) for w, o in found if values[w] > values[o]]
+    return [(w, o) for w, o in found if not min_margin or _decimal(values[w] - values[o]) >= min_margin]
 
 
 def _decimal(value: float) -> float:

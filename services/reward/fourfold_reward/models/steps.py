@@ -113,7 +113,10 @@ def split_steps(completion: str, separator: str) -> list[tuple[str, int]]:
 
 def tokens_at(ends: Sequence[int], text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> Int64Array:
     """Return the token that has the character before each place of a text, int64 [k]; `token_ids` are those of it."""
-    sizes = np.cumsum([len(tokenizer.token_bytes(i)) for i in token_ids], dtype=np.int64)
+    if not ends:
+        return np.empty(0, np.int64)
+    size = {i: len(tokenizer.token_bytes(i)) for i in set(token_ids)}
+    sizes = np.cumsum([size[i] for i in token_ids], dtype=np.int64)
     if len(sizes) and sizes[-1] == len(text.encode()):
         found = np.searchsorted(sizes, [len(text[:end].encode()) for end in ends])
     else:  # tokens whose text depends on their neighbours

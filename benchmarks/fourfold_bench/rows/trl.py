@@ -71,7 +71,10 @@ def main(folder: Path) -> None:
         rows = rows.select(range(min(len(rows), settings.last_step * settings.rows_per_step)))
     size, passes = batch_sizes(settings, 0 if settings.has_pairs else sum(map(len, rows["input_ids"])) / len(rows))
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "model" / "tokenizer.json"), pad_token="w0", eos_token=END
+        tokenizer_file=str(folder / "model" / "tokenizer.json"),
+        # Otherwise these texts are found inside other words, such as w1 in w1234.
+        pad_token=transformers.AddedToken("w0", single_word=True),
+        eos_token=transformers.AddedToken(END, single_word=True),
     )
     packing = settings.peer == PACKED
     kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {

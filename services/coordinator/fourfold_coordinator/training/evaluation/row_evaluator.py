@@ -41,7 +41,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """What was measured of a set."""
+    """The measures of one held-out set."""
 
     values: Sequence[float]  # of each row, pair or step; their mean is the score of the set
     clusters: Sequence[str]  # the group of each
@@ -50,7 +50,7 @@ class _Measured:
     accuracy: float | None = None
 
 
-_CALL_TOKENS: Final = 1 << 20  # of 4 bytes: a call takes at most 8 MiB
+_CALL_TOKENS: Final = 1 << 20  # after so many the progress is shown; the client divides them into requests
 _NOT_FINITE: Final = "NOT_FINITE"  # reason of the client for log-probabilities that are not
 
 
@@ -220,14 +220,10 @@ class RowEvaluator:
         return await self._session.call("ComputeLogprobs", compute)
 
     async def _scores(self, samples: Sequence[Sample]) -> list[float]:
-        timeout = self._timeout
-        return await self._session.call("ComputeLogprobs", lambda r: r.trainer.compute_scores(samples, timeout=timeout))
+        return await self._ask(lambda r: r.trainer.compute_scores(samples, timeout=self._timeout))
 
     async def _step_scores(self, samples: Sequence[Sample]) -> list[Float32Array]:
-        timeout = self._timeout
-        return await self._session.call(
-            "ComputeLogprobs", lambda r: r.trainer.compute_step_scores(samples, timeout=timeout)
-        )
+        return await self._ask(lambda r: r.trainer.compute_step_scores(samples, timeout=self._timeout))
 
 
 def measure_of(config: Config) -> Measure:
@@ -243,7 +239,7 @@ def measure_of(config: Config) -> Measure:
 
 
 def _parts(held_out: HeldOutRows) -> Iterator[list[tuple[Sample, int]]]:
-    """Yield the samples of a set in parts that one call can carry."""
+    """Yield the samples of a set in parts of about _CALL_TOKENS tokens."""
     part, tokens = list[tuple[Sample, int]](), 0
     for sample, group in held_out.samples():
         if part and tokens + len(sample.token_ids) > _CALL_TOKENS:

@@ -265,7 +265,7 @@ def test_a_ledger_of_a_later_version_is_refused_and_not_changed(tmp_path: Path) 
     Ledger(path).close()
     later = sqlite3.connect(path, isolation_level=None)
     later.execute("PRAGMA user_version = 99")
-    with pytest.raises(WrongState, match="schema version 99; this release reads versions up to 2: resume the run with"):
+    with pytest.raises(WrongState, match="schema version 99; this release reads version 2: resume the run with"):
         Ledger(path)
     assert later.execute("PRAGMA user_version").fetchone() == (99,)
     later.close()

@@ -19,10 +19,11 @@ from fourfold.model.tokenizer import Tokenizer
 from fourfold.trainer.client import AsyncTrainerClient
 
 from ..launch.exports import check_exportable, trainer_of
-from ..launch.run_folder import read_ledger_value
+from ..launch.run_names import LEDGER_FILE
 from ..routing.replica import Replica
 from ..rows.open_rows import OpenRows, open_rows
 from ..rows.reference_file import ReferenceFile
+from ..state.ledger import read_value
 from ..training.evaluation.row_evaluator import Attach, RowEvaluator
 from ..training.prepared_reference import file_key
 from .run import local_gpus
@@ -62,9 +63,11 @@ def _references(config: Config, run_dir: Path, rows: OpenRows) -> dict[str, Atta
     found = dict[str, Attach]()
     for each in rows.held_out:
         try:
-            path = read_ledger_value(run_dir, file_key(each.name))
-        except sqlite3.Error:
-            path = ""
+            path = read_value(run_dir / LEDGER_FILE, file_key(each.name))
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"{run_dir / LEDGER_FILE}: cannot be read ({error}); restore the file from a copy"
+            ) from None
         if not path:
             raise ConfigError(
                 f"{each.name}: the run has no reference log-probabilities of this set, which algorithm.loss.kind = "

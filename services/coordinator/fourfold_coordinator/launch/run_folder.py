@@ -33,7 +33,7 @@ from fourfold.host.program import resume_command
 from fourfold.model import runs
 from fourfold.text import clean, nearest_name
 
-from ..state.ledger import Progress, read_progress, reading
+from ..state.ledger import Progress, read_progress
 from .run_names import (
     ADDRESS_FILE,
     CONFIG_FILE,
@@ -270,16 +270,3 @@ def _steps(count: int) -> str:
 def log_of(run_dir: Path) -> str:
     """Return the log file that ends with the reason of the run's end."""
     return str(run_dir / "logs" / "coordinator-0.log")
-
-
-def read_ledger_value(run_dir: Path, key: str) -> str:
-    """Return what a run has stored under a key of its ledger; empty if there is nothing, or no ledger.
-
-    Raises:
-        sqlite3.Error: the ledger cannot be read.
-    """
-    if not (path := run_dir / LEDGER_FILE).exists():
-        return ""
-    with reading(path) as db:
-        row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return str(row[0]) if row else ""

@@ -77,7 +77,12 @@ def keep_lineage(ledger: Ledger, found: Mapping[str, Any]) -> None:
     ledger.put({BEGAN_FROM: json.dumps(known)})
 
 
+def model_digest(ledger: Ledger) -> str | None:
+    """Return the SHA-256 of the model that a run began with; None if it is not known."""
+    found: str | None = json.loads(ledger.get(BEGAN_FROM) or "{}").get("model", {}).get("sha256")
+    return found
+
+
 def origin_digests(ledger: Ledger, recipe: Path) -> dict[str, str | None]:
     """Return the SHA-256 of the model that a run began with, and of its recipe, as `model_sha256`, `recipe_sha256`."""
-    model = json.loads(ledger.get(BEGAN_FROM) or "{}").get("model", {}).get("sha256")
-    return {"model_sha256": model, "recipe_sha256": hashlib.sha256(recipe.read_bytes()).hexdigest()}
+    return {"model_sha256": model_digest(ledger), "recipe_sha256": hashlib.sha256(recipe.read_bytes()).hexdigest()}

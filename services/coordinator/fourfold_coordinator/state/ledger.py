@@ -190,7 +190,7 @@ class Progress:
 
 def read_sample_counts(path: Path) -> SampleCounts:
     """Count the samples of a ledger."""
-    with reading(path) as db:
+    with _reading(path) as db:
         states = {SampleState(state): count for state, count in db.execute(_COUNT_SAMPLES)}
         return SampleCounts(states, dict(db.execute(_COUNT_REASONS).fetchall()))
 
@@ -198,7 +198,7 @@ def read_sample_counts(path: Path) -> SampleCounts:
 def read_evals(path: Path) -> list[EvalRow]:
     """Return the evaluations of a ledger, in order."""
     try:
-        with reading(path) as db:
+        with _reading(path) as db:
             return _select_evals(db)
     except ValueError as error:  # written by another release
         raise sqlite3.DataError(f"a value of an evaluation cannot be read: {error}") from None
@@ -206,11 +206,24 @@ def read_evals(path: Path) -> list[EvalRow]:
 
 def read_progress(path: Path) -> Progress:
     """Return the progress of the run of a ledger."""
-    with reading(path) as db:
+    with _reading(path) as db:
         return Progress(*db.execute(_PROGRESS).fetchone())
 
 
-def reading(path: Path) -> contextlib.closing[sqlite3.Connection]:
+def read_value(path: Path, key: str) -> str:
+    """Return the value stored under a key of a ledger; empty if there is none, or no ledger."""
+    if not path.exists():
+        return ""
+    with _reading(path) as db:
+        return _value(db, key)
+
+
+def _value(db: sqlite3.Connection, key: str) -> str:
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return str(row[0]) if row else ""
+
+
+def _reading(path: Path) -> contextlib.closing[sqlite3.Connection]:
     """Open a ledger without changing its folder."""
     # Without a log no process is writing, and a plain connection would create the files of a log.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
@@ -261,9 +274,9 @@ class Ledger:
     def _create(self, path: Path) -> None:
         """Create the tables that the file lacks."""
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version > _VERSION:
+        if version not in (0, _VERSION):  # 0: a new file
             raise WrongState(
-                f"{path}: schema version {version}; this release reads versions up to {_VERSION}: resume the run with "
+                f"{path}: schema version {version}; this release reads version {_VERSION}: resume the run with "
                 f"the release of Fourfold that wrote it"
             )
         self._db.executescript(_SCHEMA)
@@ -391,7 +404,7 @@ class Ledger:
     def recorded(self) -> list[RecordedSample]:
         """Return the samples of all groups that are READY or LEASED, in order of position and index.
 
-        Groups are left out unless each live sample has a record; a ledger of version 0 has no records. Attempts without
+        Groups are left out unless each live sample has a record. Attempts without
         a trajectory have no record.
         """
         query = """
@@ -569,8 +582,7 @@ class Ledger:
 
     def get(self, key: str) -> str:
         """Return the value stored under `key`; empty if there is none."""
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return str(row[0]) if row else ""
+        return _value(self._db, key)
 
     def put(self, facts: Mapping[str, str]) -> None:
         """Store values by key, replacing existing ones."""

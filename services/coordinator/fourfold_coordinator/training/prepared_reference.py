@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import logging
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.sample import Sample
 
-from ..reporting.report import BEGAN_FROM
+from ..reporting.lineage import model_digest
 from ..rows.reference_file import ReferenceFile, reference_path
 from ..rows.row_source import RowBatch, RowSource
 from ..state.run_position import RunPosition
@@ -30,7 +29,7 @@ class PreparedReference:
     """The reference of a run's rows, or of a held-out set."""
 
     def __init__(self, context: RunContext, rows: RowSource, held_out: str = "") -> None:
-        """`held_out` is the name of the set whose rows, all of them, are meant; empty: the rows to train on."""
+        """`held_out`: name of the held-out set that `rows` are; empty: `rows` are trained on."""
         self._context, self._rows, self._config = context, rows, context.config
         self._file, self._held_out = ReferenceFile(Path()), held_out
         self._key = file_key(held_out)
@@ -45,8 +44,7 @@ class PreparedReference:
         context, step = self._context, position.step
         # A resumed run may have other batch sizes, and keeps its file. Before step 1, the sizes of now decide.
         known = context.ledger.get(self._key) if step else ""
-        # The record of what the run began from has the digest of the model that training begins with.
-        weights = json.loads(context.ledger.get(BEGAN_FROM) or "{}").get("model", {}).get("sha256")
+        weights = model_digest(context.ledger)
         path = Path(known) if known else await asyncio.to_thread(reference_path, self._config, self._rows, weights)
         self._file = ReferenceFile(path)
         if step:
@@ -88,6 +86,6 @@ class PreparedReference:
         return self._file.attach(batch, step)
 
 
-def file_key(held_out: str = "") -> str:
+def file_key(held_out: str) -> str:
     """Return the key of the ledger for the file of a held-out set, or of the rows to train on."""
     return f"reference_file {held_out}".strip()

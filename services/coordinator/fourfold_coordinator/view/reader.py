@@ -1,7 +1,7 @@
 """Reads runs for the pages of `fourfold view`.
 
     pages --> RunReader --> config.toml, metrics.jsonl, timeline.jsonl, report.json, ledger, index.db
-                                      '--> RunCoordinator: state, weight plane
+                        '--> RunCoordinator: state, weight plane
 
 `RunReader` is all that pages know of a run. For a run of another machine (`remote.py`), the folder is a copy.
 """

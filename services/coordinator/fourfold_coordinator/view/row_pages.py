@@ -14,10 +14,11 @@ from starlette.responses import Response
 from fourfold.errors import FourfoldError
 from fourfold.plan.preflight import RenderedRow
 
-from ..launch.run_folder import read_ledger_value
+from ..launch.run_names import LEDGER_FILE
 from ..rows.describe import render_unit
 from ..rows.open_rows import STORES_KEY
 from ..rows.store import TokenStore, open_store
+from ..state.ledger import read_value
 from .pages import head, run_of
 from .templates import render
 
@@ -30,7 +31,7 @@ def rows(request: Request) -> Response:
     reader, longest = run_of(request), request.query_params.get("order") == "longest"
     tokenizer, stores, fault = reader.tokenizer(), list[TokenStore](), ""
     try:
-        folders = "" if reader.peer else read_ledger_value(reader.folder, STORES_KEY)
+        folders = "" if reader.peer else read_value(reader.folder / LEDGER_FILE, STORES_KEY)
         stores += [open_store(Path(each), verify=False) for each in json.loads(folders or "[]")]
     except (FourfoldError, OSError, ValueError, TypeError, sqlite3.Error) as error:
         fault = getattr(error, "message", str(error))
@@ -39,7 +40,7 @@ def rows(request: Request) -> Response:
         lengths = [np.bincount(store.index["unit"], weights=store.index["length"]) for store in stores]
         chosen = np.argsort(-np.concatenate([*lengths, np.empty(0)]), kind="stable")[:_UNITS]
     else:
-        chosen = np.random.default_rng().permutation(count)[:_UNITS]
+        chosen = np.random.default_rng().choice(count, min(_UNITS, count), replace=False)
     firsts = np.cumsum([0, *map(len, stores)])
     found = list[RenderedRow]()
     for unit in chosen:

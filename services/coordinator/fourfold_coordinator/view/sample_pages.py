@@ -171,9 +171,9 @@ def compare_group(config: Config | None, group: Sequence[SampleRow]) -> dict[str
     Empty for estimators that do not compare whole samples of a prompt.
     """
     trained = [row for row in group if not row.dropped and row.score is not None]
-    estimator = config.algorithm.advantage if config and not config.algorithm.loss.of_answers else None
-    if estimator is None or not trained or not estimator.compares_samples:
+    if config is None or not trained or not config.algorithm.compares_samples:
         return {}
+    estimator = config.algorithm.advantage
     if estimator.compares_terms or estimator.compares_turns or estimator.compares_tokens:
         return {}
     greedy = next((row.score for row in group if row.dropped == "BASELINE"), None)

@@ -127,6 +127,15 @@ def tokens(batches: dict[int, list[Sample]]) -> list[list[bytes]]:
     return [[sample.token_ids.tobytes() for sample in batches[step]] for step in sorted(batches)]
 
 
+async def kill_in_step(stage: RowStage, step: int) -> None:
+    """Start the run, and kill coordinator and trainer while the trainer works on a step."""
+    hangs = hang_in_step(stage, step)
+    await stage.start()
+    await hangs.wait()
+    await stage.kill()
+    await stage.trainer.kill()
+
+
 async def undisturbed(make: Callable[..., RowStage]) -> list[list[bytes]]:
     stage = make()
     await stage.start()
@@ -244,11 +253,7 @@ async def test_held_out_pairs_and_labels_are_compared_with_the_reference_before_
     make_rows: Callable[..., RowStage], preset: str
 ) -> None:
     stage = make_rows(steps=4, preset=preset, holdout={"field": "", "groups": 3})
-    hangs = hang_in_step(stage, 4)
-    await stage.start()
-    await hangs.wait()
-    await stage.kill()
-    await stage.trainer.kill()
+    await kill_in_step(stage, 4)
     stage.use(successor(stage.trainer))
     await stage.start()
     assert await stage.finish() == 0
@@ -330,11 +335,7 @@ async def test_a_step_that_was_sent_and_has_not_begun_when_its_caller_dies_is_tr
 
 async def test_a_killed_run_goes_on_with_the_rows_after_its_checkpoint(make_rows: Callable[..., RowStage]) -> None:
     wanted, stage = await undisturbed(make_rows), make_rows()
-    hangs = hang_in_step(stage, 4)
-    await stage.start()
-    await hangs.wait()
-    await stage.kill()
-    await stage.trainer.kill()
+    await kill_in_step(stage, 4)
     stage.use(successor(stage.trainer))
     await stage.start()
     assert await stage.finish() == 0
@@ -406,12 +407,8 @@ async def test_a_killed_preparation_goes_on_where_it_was_and_a_resumed_run_reads
     await stage.kill()
     await stage.trainer.kill()
     stage.use(successor(stage.trainer))
-    in_step = hang_in_step(stage, 4)
-    await stage.start()
-    await in_step.wait()
+    await kill_in_step(stage, 4)
     assert stage.trainer.reference_steps == [2, 3]
-    await stage.kill()
-    await stage.trainer.kill()
     stage.use(successor(stage.trainer))
     await stage.start()
     assert await stage.finish() == 0
@@ -424,11 +421,7 @@ async def test_a_resumed_run_without_its_reference_says_how_to_get_it_again(
     make_rows: Callable[..., RowStage], capsys: pytest.CaptureFixture[str], cut: bool
 ) -> None:
     stage = make_rows(preset="dpo")
-    hangs = hang_in_step(stage, 4)
-    await stage.start()
-    await hangs.wait()
-    await stage.kill()
-    await stage.trainer.kill()
+    await kill_in_step(stage, 4)
     path = damage_reference(stage, cut=cut)
     stage.use(successor(stage.trainer))
     await stage.start()

@@ -4,8 +4,8 @@ python -m tests.support.chaos --events 46 --seed 1 --out result.json
 python -m tests.support.chaos --rows dpo --events 25 --seed 1 --out result.json
 
 The first command strikes a run with agents at a lag of 1, and fills its disk, too. The second one kills the processes
-of a run of rows, also while it encodes the rows and computes their reference, at any time of a step. Every metric of
-its steps and every byte of its model must be those of the same run without events.
+of a run of rows, also while it encodes the rows and computes their reference, at any time of a step. Losses, rows and
+gradient norms of its steps and the bytes of its weights must be those of the same run without events.
 
 Engine, trainer, gateway, environment and rewards are real, and the model is tiny. After the events, the run is ended by
 Ctrl-C, resumed, and trained to its end. The result has each event with the seconds until the next step, the longest
@@ -154,7 +154,7 @@ class ChaosRun:
         return count
 
     def wait(self, condition: Callable[[], bool], *, pause: float = 0.1) -> None:
-        """Wait until something is so, which is looked at after every `pause` seconds.
+        """Wait until `condition` is true; check it every `pause` seconds.
 
         Raises:
             AssertionError: The run ended, or the time ran out.

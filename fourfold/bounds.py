@@ -25,6 +25,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 # Encoded bytes, metrics and names of metrics of an agent's trajectory: its gateway checks them, and then the run.
 MAX_TRAJECTORY_BYTES: Final = 8 << 20
+MAX_TEACHER_TOKENS: Final = 64  # likely tokens of a teacher in place of one token
 MAX_TRAJECTORY_METRICS: Final = 64
 TRAJECTORY_METRIC: Final = re.compile(r"[A-Za-z0-9_./-]{1,63}")
 MAX_FLOAT32: Final = 3.4028234663852886e38  # largest reward

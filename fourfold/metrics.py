@@ -289,7 +289,7 @@ METRICS: Final[dict[str, str]] = {
     CRITIC_LEARNING_RATE: "learning rate of the critic in this step",
     UPDATES: "optimizer steps of the policy in this step",
     GPU_PEAK: "GiB: most that tensors took on a GPU of the trainer since the step before, fullest GPU; absent on CPU",
-    GPU_RESERVED: "GiB: the same of PyTorch, which keeps freed memory for later tensors; absent on CPU",
+    GPU_RESERVED: "GiB: the same with freed memory that PyTorch keeps for later tensors; absent on CPU",
     TRAIN_SPEED: "tokens per second: tokens of all samples with prompts, divided by the time in the trainer",
     TRAIN_TFLOPS: "TFLOP/s per GPU: passes of the models without recomputation, divided by the time of "
     "the whole step in the trainer",

@@ -121,12 +121,17 @@ def format_short_score(score: float, scored: int, missing: int, *notes: str, mea
     return f"{score:.2f}" + (f" ({'; '.join(words)})" if words else "")
 
 
+def unit_of(measure: str) -> str:
+    """Return what a measure counts: "pair", "step" or "answer"."""
+    return {"accuracy": "pair", "pair loss": "pair", "step accuracy": "step"}.get(measure, "answer")
+
+
 def format_answers(scored: int, missing: int, measure: str = "score") -> str:
     """Return the number of answers with a score and, if there are any, of those without one, as text.
 
     Examples: "160 answers", "1 of 240 answers; 239 without a score"; "20 pairs" by `measure`, as of `of_measure`.
     """
-    word = {"accuracy": "pair", "pair loss": "pair", "step accuracy": "step"}.get(measure, "answer")
+    word = unit_of(measure)
     if missing:
         return f"{scored} of {scored + missing} {word}s; {missing} without a score"
     return f"{scored} {word}{'s' * (scored != 1)}"

@@ -91,7 +91,7 @@ def _check_units(config: Config) -> None:
 
 
 def _check_reference(config: Config) -> None:
-    """Check that there is a teacher if one is read, and nothing that is for scores alone."""
+    """Check `reference.source`, and refuse keys for scores where the advantages read a teacher alone."""
     algorithm, source = config.algorithm, config.reference.source
     if source and not config.needs_reference:
         raise ValueError(

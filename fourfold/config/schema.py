@@ -368,8 +368,8 @@ class EvaluationConfig(Table):
     success: float = 1.0
     """An answer with this score or a higher one is a success, as pass@k and maj@k count."""
     metric: Literal["", "loss", "accuracy"] = ""
-    """What is the score of held-out pairs and labelled answers, which `checkpoint.keep_best` compares. Empty: accuracy;
-    of answers and texts their loss, and of a reward model its accuracy, which they have alone."""
+    """Score of held-out pairs and labelled answers, which `checkpoint.keep_best` compares. Empty: accuracy. Other rows
+    have one score alone: answers and texts their loss, rows of a reward model the accuracy."""
 
 
 class CheckpointConfig(Table):

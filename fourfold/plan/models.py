@@ -45,7 +45,7 @@ class ModelSizes:
 
 
 def check_models(config: Config) -> None:
-    """Check that the folders of policy, critic and reference have all needed files, and the same vocabulary."""
+    """Check that policy, critic and reference have all needed files, and the reference the policy's vocabulary."""
     folder.check(config.model.source)
     if config.needs_reference and (source := config.reference.source):
         folder.check(source, "reference.source")

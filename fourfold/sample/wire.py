@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Int32Array
-from fourfold.bounds import MAX_NUMBER
+from fourfold.bounds import MAX_NUMBER, MAX_TEACHER_TOKENS
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import Buffer, check_id, field_head, pack_ints, read_floats, read_ints, unpack_floats
 from fourfold.sample.sample import Sample, ScoreTerm, VersionSpan
@@ -22,7 +22,6 @@ from fourfold.sample.token_columns import ACTION_MASK, COLUMNS, LOSS_MASK, TOKEN
 from fourfold.types.v1 import experience_pb2 as pb
 
 MAX_TERMS: Final = 64  # of one score
-MAX_TEACHER_TOKENS: Final = 64  # in place of one token
 _TEACHER: Final = {
     "teacher_ids": pb.Experience.TEACHER_IDS_FIELD_NUMBER,
     "teacher_logprobs": pb.Experience.TEACHER_LOGPROBS_FIELD_NUMBER,

@@ -316,7 +316,7 @@ class AsyncTrainerClient(AsyncClient):
             each = "one score" if set(sizes) == {4} else "a score after each token"
             check.require(right, f"the answer has not {each} for each of {len(part)} samples", "WRONG_COUNT")
             rows = [read_floats(row) for row in answer.values]
-            finite = all(np.isfinite(row[len(row) > 1 :]).all() for row in rows)
+            finite = all(np.isfinite(row[1:] if len(row) > 1 else row).all() for row in rows)
             check.require(finite, "a score is not finite", "NOT_FINITE")
             found += rows
         return found

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from fourfold import metrics
 from fourfold.algorithm.losses.base import LOSSES, LossInputs, PolicyLoss, TokenLoss
+from fourfold.bounds import MAX_TEACHER_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +30,8 @@ class DistillLoss(PolicyLoss):
     beta: float = Field(default=0.0, ge=0, le=1)
     """0: forward KL divergence KL(q || p), which covers what the teacher may say. 1: reverse, KL(p || q), which prefers
     what the teacher finds likely. Between: generalised Jensen-Shannon divergence."""
-    top_k: int = Field(default=16, ge=1, le=64)
-    """Number of the teacher's likeliest tokens at each position. Each takes 8 bytes of a token on its way."""
+    top_k: int = Field(default=16, ge=1, le=MAX_TEACHER_TOKENS)
+    """Number of the teacher's likeliest tokens at each position. Each adds 8 bytes per token to messages."""
     tail: Literal["bucket", "none"] = "bucket"
     """All other tokens. bucket: they are one more outcome, with the rest of the probability. none: they are left out,
     and both distributions are divided by their sums over the teacher's tokens, so that the loss does not say how
@@ -96,7 +97,7 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
 def _log_rest(rest: Tensor) -> Tensor:
     """Return the logarithm of the probability of all other tokens, [k].
 
-    One below the rounding of 1 is not known. With this floor for both distributions, an outcome that neither has adds
-    0, as with a `top_k` of the whole vocabulary.
+    A rest below the rounding of 1 cannot be computed as 1 - sum. Both distributions have the same floor, so that a rest
+    which neither has adds 0, as when `top_k` is the whole vocabulary.
     """
     return rest.clamp(min=2.0**-52 if rest.element_size() == 8 else 2.0**-23).log()

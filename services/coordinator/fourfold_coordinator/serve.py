@@ -177,6 +177,7 @@ class Coordinator:
         self._config, self._folder, self._member_id = config, folder, options.member_id
         self._recipe, self._evaluate = options.recipe, options.evaluate
         self._samples = options.evaluate and (folder / SAMPLING_FILE).is_file()
+        self._reads_train = self._samples or not self._evaluate
         self._assignments = options.assignments
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None, acceptors=_ACCEPTORS)
@@ -472,7 +473,7 @@ class Coordinator:
 
     async def _record_lineage(self, ledger: Ledger) -> None:
         """Store the digests of the models that the run begins with; raise ConfigError if they have changed."""
-        if self._samples or not self._evaluate:
+        if self._reads_train:
             found = await asyncio.to_thread(read_lineage, self._config)
             await self._disk.write(keep_lineage, ledger, found)
 
@@ -493,8 +494,7 @@ class Coordinator:
         """
         if not self._config.needs_engines:
             return PromptSet(train=(), held_out=(), seed=self._config.seed)
-        train = self._samples or not self._evaluate
-        prompts = await asyncio.to_thread(load_prompts, self._config, self._tokenizer, train=train)
+        prompts = await asyncio.to_thread(load_prompts, self._config, self._tokenizer, train=self._reads_train)
         for warning in (*prompts.warnings, *await asyncio.to_thread(self._scoring.check_prompts, prompts)):
             log.warning("data: %s", warning)
         digest, changes = await asyncio.to_thread(prompts.digest), history.changes(self._config)

@@ -382,7 +382,7 @@ def _open(path: Path) -> sqlite3.Connection:
             )
         db.executescript(_SCHEMA)
         known = {row[1] for row in db.execute("PRAGMA table_info(turns)")}
-        for name in _TOKENS:  # a file from before a column came
+        for name in _TOKENS:  # CREATE TABLE adds no columns to the table of an older file
             if name not in known:
                 db.execute(f"ALTER TABLE turns ADD COLUMN {name} BLOB NOT NULL DEFAULT x''")
         db.execute(f"PRAGMA user_version = {_VERSION}")

@@ -25,7 +25,7 @@ from fourfold.host.process import Supervisor
 from fourfold.install import install_command
 from fourfold.model import folder as model_folder
 from fourfold.model import runs
-from fourfold.text import align_columns, format_interval, of_measure
+from fourfold.text import align_columns, format_interval, of_measure, unit_of
 
 from ..launch.exports import check_exportable, export_checkpoint, find_weights
 from ..launch.run_folder import find_run, locked, make_run_dir
@@ -41,7 +41,6 @@ from ..launch.run_names import (
 )
 from ..reporting.win_rate import read_evaluation, win_rates
 from ..state.files import replace_file
-from .evaluate_rows import evaluate_rows
 from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
 
 _FILE_WIDTH: Final = 200  # columns of output that is no terminal
@@ -137,6 +136,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _evaluate_rows(args: argparse.Namespace, config: Config) -> int:
     """Measure a run of rows by its trainer."""
+    from .evaluate_rows import evaluate_rows  # loads the modules of the training, which other evaluations do not need
+
     if args.lm_eval:
         raise ConfigError(f"--lm-eval {args.lm_eval} asks engines, which a run of rows has not; give --recipe FILE")
     if args.against:
@@ -295,8 +296,7 @@ def result_lines(result: Mapping[str, Any], *, width: int) -> list[str]:
         *(f"pass@{k}" for k in sizes),
         *(f"maj@{k}" for k in sizes if k > 1),
     ]
-    counted = {"accuracy": "pairs", "pair loss": "pairs", "step accuracy": "steps"}.get(measure, "answers")
-    rows = [[*header, counted, "missing", "tokens per answer", "time"]]
+    rows = [[*header, f"{unit_of(measure)}s", "missing", "tokens per answer", "time"]]
     for row in sets:
         pass_at, majority_at = ({each["k"]: each for each in row[key]} for key in ("pass_at", "majority_at"))
         estimates = [pass_at.get(k) for k in sizes] + [majority_at.get(k) for k in sizes if k > 1]

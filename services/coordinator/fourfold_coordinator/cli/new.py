@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 from fourfold import config as configuration
 from fourfold.cli.numbers import whole
 from fourfold.config import DataConfig, DataSourceConfig, parse_template
-from fourfold.config.algorithm import ALL_PRESETS
+from fourfold.config.algorithm import ALL_PRESETS, AlgorithmConfig
 from fourfold.config.reward import ANSWER_VERIFIERS
 from fourfold.config.rows import ROW_PRESETS
 from fourfold.errors import ConfigError, InvalidInput
@@ -266,7 +266,7 @@ def _collect(args: argparse.Namespace, ask: Ask[Any], found: list[_Source]) -> A
     steps = str(_steps(len(rows), gpus))
     preset = option(args.preset, f"Algorithm ({_PRESETS_SHOWN})", "grpo", _check_preset)
     teacher = ""
-    if preset == _DISTILL:
+    if AlgorithmConfig(preset=preset).distills:
         teacher = option(args.teacher, "Teacher, a model with the same vocabulary", "", _check_teacher)
     elif args.teacher:
         raise ConfigError(f"--teacher {args.teacher}: --preset {preset} has no teacher; take {_DISTILL}, or remove it")
@@ -471,7 +471,7 @@ def recipe_text(answers: Answers) -> str:
     """Return the recipe with comments."""
     context = -(-(answers.longest_prompt + answers.max_new_tokens) * 5 // 4 // 64) * 64
     quoted = configuration.toml_value
-    longest_unit = context * (2 if answers.preset == "online-dpo" else 1)
+    longest_unit = context * (2 if AlgorithmConfig(preset=answers.preset).selection.makes_pairs else 1)
     lines = [
         "# Check it: fourfold plan RECIPE. Run it: fourfold run RECIPE. All keys: docs/reference/recipe.md",
         f"name = {quoted(answers.name)}",

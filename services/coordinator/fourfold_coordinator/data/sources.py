@@ -148,10 +148,6 @@ def _bytes(path: Path) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(str(path)))  # unpacked by the end of the name
 
 
-def _open(path: Path, newline: str | None = None) -> TextIO:
-    return io.TextIOWrapper(_bytes(path), encoding="utf-8-sig", newline=newline)
-
-
 def _json(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with one JSON object in each line, or with one JSON array of objects."""
     with _bytes(path) as file:
@@ -212,7 +208,7 @@ def _csv(path: Path, delimiter: str) -> Iterator[Row]:
         names = raw.readline()
     # Spreadsheets separate by semicolons where a comma is the decimal point.
     delimiter = delimiter or (";" if b";" in names and b"," not in names else ",")
-    with _open(path, newline="") as file:
+    with io.TextIOWrapper(_bytes(path), encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             header = next(rows, [])

@@ -33,6 +33,7 @@ report.json (times in seconds, sizes in bytes):
     model_ema                    folder of the export of their moving average, or null
     critic                       folder of the export of the critic, or null
     reward_model                 true if the model scores texts and writes none
+    step_separator               text after each step that a process reward model scores; empty for other models
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _PANELS: Final = (
     ("|trainer - engine|, nats", m.MISMATCH_MEAN),
     ("seconds of a step", m.TIME_STEP),
 )
-# Metric of the training steps beside each measure of held-out sets; the first with values where there are none.
+# Training metric that the curve shows beside each held-out measure. Without evaluations, the first one with values.
 _TRAINING: Final = (
     ("score", m.REWARD_MEAN),
     ("loss", m.NLL),
@@ -93,9 +94,11 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    # Of a measure with several metrics the first one counts.
-    main = {measure: name for measure, name in reversed(_TRAINING) if points_of(steps, name)}
-    measure = evals[-1].measure if evals else next(reversed(main), "score")
+    main = dict[str, str]()
+    for each, name in _TRAINING:
+        if points_of(steps, name):
+            main.setdefault(each, name)
+    measure = evals[-1].measure if evals else next(iter(main), "score")
     shown = main.get(measure, "")
     panels = [(text, points) for text, name in _PANELS if name != shown and (points := points_of(steps, name))]
     height = _INCHES[1] + (_PANEL_INCHES if panels else 0)

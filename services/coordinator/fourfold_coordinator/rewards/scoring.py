@@ -103,8 +103,9 @@ class Scoring:
     def is_current(self, group: SampleGroup) -> bool:
         if group.revision != self._table.revision:
             return False
-        compared = (t for t in group.trajectories if t.dropped != NOT_SELECTED)  # the others are not scored again
-        used = {(term.name, term.scorer) for t in compared for term in t.sample.terms}
+        # Samples that are not selected keep their scores.
+        scored_again = (t for t in group.trajectories if t.dropped != NOT_SELECTED)
+        used = {(term.name, term.scorer) for t in scored_again for term in t.sample.terms}
         for name, version in used:
             if (scorer := self._table.get(name)) is None:
                 return False

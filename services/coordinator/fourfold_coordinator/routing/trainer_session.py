@@ -92,18 +92,17 @@ class TrainerSession:
         return status
 
     def send_ahead(self, step: int, samples: Sequence[Sample]) -> None:
-        """Send the samples of a step while the one before it is trained; `train_step` then ends the stream alone.
+        """Send the samples of the next step while the trainer trains the one before it.
 
-        The trainer reads and decodes them meanwhile. It begins the step when `begin_ahead` or `train_step` says so, and
-        is therefore never further ahead of the ledger than without this. Any failure here is left to `train_step`,
-        which sends them again. A trainer of an earlier contract gets every step in its turn.
+        The trainer reads and decodes them, and begins the step when `begin_ahead` or `train_step` says so. After a
+        failure here, `train_step` sends them again. A trainer of an earlier contract gets every step in its turn.
         """
         self.drop_ahead()
         try:
             replica = self.trainer()
         except Unavailable:
             return
-        if not samples or step > self._config.steps or not self._takes_ahead:
+        if not samples or not self._takes_ahead:
             return
         start = asyncio.Event()
         task = asyncio.ensure_future(self._call_ahead(replica, step, samples, start))

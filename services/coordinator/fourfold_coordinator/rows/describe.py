@@ -54,8 +54,8 @@ def describe_reference(stores: Iterable[TokenStore], config: Config) -> str:
     tokens = sum(store.meta.tokens for store in stores)
     tokens *= 2 if config.algorithm.loss.measures_distance else 1
     return (
-        f"computed by the trainer before step 1: a forward pass over at most {tokens:,} tokens, which takes about a "
-        f"third of the time of the steps on them, and {format_bytes(4 * tokens)} in data.cache, which runs share."
+        f"computed by the trainer before step 1: a forward pass over at most {tokens:,} tokens, which takes "
+        f"{format_bytes(4 * tokens)} in data.cache, which runs share."
     )
 
 

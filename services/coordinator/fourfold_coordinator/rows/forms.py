@@ -101,7 +101,7 @@ def _missing(columns: Row, fields: RowFields, reads: Reads | None) -> str:
 
 
 def _check_only_text(columns: Row, fields: RowFields) -> None:
-    """Refuse to take the only column with texts as the text of rows that have another form, such as their prompt."""
+    """Raise ConfigError if the only column with texts is that of rows of another form, such as their prompt."""
     if other := next((form for form in Form if READS[form] != "answers" and _FITS[form](columns, fields)), None):
         raise ConfigError(
             f"the rows have the columns {_names(columns)}, which are those of {READS[other]}, and the loss reads "

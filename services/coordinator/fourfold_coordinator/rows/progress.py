@@ -1,4 +1,4 @@
-"""Shows how far the first encoding of a source is: a line now and then."""
+"""Prints the progress of the first encoding of a source, at most every 5 s."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EncodingProgress:
         self._next = self._began + _FIRST_SECONDS
 
     def show(self, rows: int) -> None:
-        """Show that this many rows are encoded, unless the last line is young."""
+        """Print the number of encoded rows, unless a line was printed a short time ago."""
         if (now := self._clock()) < self._next:
             return
         self._next = now + _LINE_SECONDS

@@ -29,7 +29,7 @@ from fourfold.sample import Sample
 
 from .open_rows import cache_folder
 from .row_source import RowBatch, RowSource
-from .store import is_no_folder
+from .store import is_unwritable
 
 FORMAT_VERSION: Final = 1
 # Keys of [trainer] that decide how a log-probability is rounded.
@@ -81,7 +81,7 @@ class ReferenceFile:
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         except OSError as error:
-            if not is_no_folder(error):
+            if not is_unwritable(error):
                 raise
             raise ConfigError(
                 f"{self.path}: cannot write the reference log-probabilities ({error.strerror}); set data.cache to "

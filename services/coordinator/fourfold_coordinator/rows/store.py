@@ -156,8 +156,8 @@ def prepare_store(
     """
     if source.skip:
         raise ConfigError(
-            f"{describe(source)}: skip = {source.skip!r:.200} is for prompts of a policy, and rows are read as they "
-            f"are; remove it, and change the rows of the file"
+            f"{describe(source)}: skip = {source.skip!r:.200} is for prompts of a policy, and every row of the "
+            f"file is read; remove it, and change the rows of the file"
         )
     digest = store_digest(source, settings, tokenizer, keys or {})
     target = folder / digest
@@ -178,7 +178,7 @@ def prepare_store(
             finally:
                 scratch.remove()
         except OSError as error:
-            if not is_full(error) and not is_no_folder(error):
+            if not is_full(error) and not is_unwritable(error):
                 raise
             raise ConfigError(
                 f"{folder}: cannot write the tokens of {describe(source)} ({error.strerror}); make room, or set "
@@ -187,8 +187,8 @@ def prepare_store(
     return open_store(target)
 
 
-def is_no_folder(error: OSError) -> bool:
-    """Return whether an error says that a file cannot be written in a folder, however much room there is."""
+def is_unwritable(error: OSError) -> bool:
+    """Return whether an error says that files in a folder cannot be written for another reason than a full disk."""
     return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 

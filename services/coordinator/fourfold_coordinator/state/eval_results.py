@@ -28,9 +28,9 @@ class Example:
 Interval = tuple[Finite, Finite]
 """Bounds of a 95 % interval, clustered by task group."""
 Measure = Literal["score", "loss", "accuracy", "step accuracy", "pair loss", "label accuracy", "label loss"]
-"""What a score is: that of scorers; minus the loss in nats per token; the share of pairs in the order of the data,
-or of labelled steps on the side of their label;
-minus the mean loss of a pair; the share of labelled answers on the side of their label; minus their mean loss."""
+"""What a score is. score: mean of the scorers. loss: minus the loss in nats per token. accuracy: share of pairs in the
+order of the data. step accuracy, label accuracy: share of labelled steps or answers on the side of their label. pair
+loss, label loss: minus their mean loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

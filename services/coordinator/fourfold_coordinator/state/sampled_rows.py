@@ -60,14 +60,14 @@ def places(file: Path) -> list[tuple[int, int]]:
 
 @dataclass(slots=True, kw_only=True)
 class SampledRows:
-    """What a file of rows is made of."""
+    """Counts of the prompts, answers and rows of a file."""
 
     prompts: int = 0
-    without_rows: int = 0  # of them, nothing was selected
+    without_rows: int = 0  # prompts without a selected answer
     rows: int = 0
     answers: int = 0  # with a score
     score_sum: float = 0.0
-    left_out: Counter[str] = field(default_factory=Counter)  # answers that were not selected from, by reason
+    left_out: Counter[str] = field(default_factory=Counter)  # answers that could not be selected, by reason
 
     def add(self, rows: Sequence[object], scores: Sequence[float], left_out: Mapping[str, int]) -> None:
         """Count a prompt."""

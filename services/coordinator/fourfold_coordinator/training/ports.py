@@ -77,7 +77,7 @@ class StepSource(Protocol):
         """Wait for the batch of a step, and take it; raise WrongState if there is nothing to train on."""
 
     async def look_ahead(self, step: int) -> Sequence[Sample]:
-        """Return the samples of a step while the one before it is trained; none if it is not known what they will be.
+        """Return the samples of the next step while the trainer works on the present one; empty if unknown.
 
         `take` returns the same samples.
         """

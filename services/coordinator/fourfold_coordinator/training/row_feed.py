@@ -43,7 +43,7 @@ class RowFeed:
         self._rows, self._reference, self._teacher, self._held_out = rows, reference, teacher, tuple(held_out)
         self._position, self._passes = rows.position, rows.passes_done
         self._ahead: dict[int, asyncio.Future[RowBatch | None]] = {}  # the next step, if its rows have been read
-        self._taught: RowBatch | None = None  # these with the teacher's tokens
+        self._taught: RowBatch | None = None  # the rows of that step with the teacher's tokens
 
     @property
     def data_position(self) -> int:
@@ -71,8 +71,8 @@ class RowFeed:
     async def look_ahead(self, step: int) -> Sequence[Sample]:
         """Read the rows of a step, which `take` then returns without a wait.
 
-        Returns nothing when all passes are done, or the rows cannot be read, or not be taught: `take` raises that
-        error, which must not fail the step that is trained now.
+        Returns nothing if all passes are done, or reading or teaching the rows failed. `take` raises that error, so
+        that it fails its own step and not the present one.
         """
         await self._read_ahead(step)
         if self._ahead[step].exception() is not None:

@@ -52,7 +52,7 @@ class ReferenceModel:
         self._device = device
         self.tokens_per_batch = tokens_per_batch  # most tokens in one forward pass
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
-        self.ids_below = self.vocabulary_size  # likely tokens have lower ids; that of a smaller embedding, if it is set
+        self.ids_below = self.vocabulary_size  # likely tokens have lower ids; serve() may lower it
 
     @classmethod
     def load(

@@ -49,7 +49,7 @@ async def serve(options: ServeOptions) -> int:
             max_context_tokens=config.model.max_context_tokens,
             float32_logits=config.model.head_dtype == "float32",
         )
-        # Models of one tokenizer round the size of their vocabulary up differently, and a student learns its own ids.
+        # Models with one tokenizer may pad their vocabularies to different sizes; a student can learn only its own ids.
         model.ids_below = min(model.ids_below, model_folder.folder_shape(own).vocabulary)
         return model, sha256
 

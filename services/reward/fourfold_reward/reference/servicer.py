@@ -11,12 +11,13 @@ from typing import Any, Final
 import grpc
 
 from fourfold.arrays import Int32Array
+from fourfold.bounds import MAX_TEACHER_TOKENS
 from fourfold.contract import CONTRACT_VERSION
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import check_id, pack_floats, pack_ints
-from fourfold.sample.wire import MAX_TEACHER_TOKENS, decode_token_ids
+from fourfold.sample.wire import decode_token_ids
 from fourfold_reward.reference.batcher import DynamicBatcher
 from fourfold_reward.reference.model import ReferenceModel, Stopped
 

@@ -58,8 +58,8 @@ def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
     Collectives use loopback, unless the ranks are on several machines.
     """
     allocator = {}
-    # Each micro-batch has another size, and the memory of a block that fits none of them would stay taken. With engines
-    # it may: memory in expandable segments cannot be sent by CUDA IPC.
+    # Micro-batches differ in size, so that a freed block often fits none of the next ones and stays reserved. Runs with
+    # engines keep the default allocator: CUDA IPC cannot send memory of expandable segments.
     if not config.needs_engines and not any(map(os.environ.get, _ALLOCATOR_VARIABLES)):
         allocator = {_ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}  # read by CUDA alone
     interface = os.environ.get(INTERFACE_VARIABLE) or "lo"

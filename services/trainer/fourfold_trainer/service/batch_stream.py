@@ -60,7 +60,7 @@ class StreamAdmission:
 async def read_messages(
     stream: AsyncIterator[pb.TrainStepRequest], *, timeout: float, may_wait: Callable[[], bool] = lambda: False
 ) -> AsyncGenerator[pb.TrainStepRequest, None]:
-    """Yield the messages of a call. While `may_wait`, a pause between two of them is no fault of the caller.
+    """Yield the messages of a call. While `may_wait()`, it may pause: it waits for the step before it.
 
     Raises:
         DeadlinePassed: no message came for 30 s, or the whole batch did not come within `timeout` seconds.

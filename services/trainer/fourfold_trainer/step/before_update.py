@@ -24,7 +24,8 @@ from fourfold_trainer.step.micro_batches import (
 )
 from fourfold_trainer.work import Work
 
-_NOISE_STEPS: Final = 200  # the noise of later epochs is measured once in this number of steps that train the policy
+NOISE_STEPS: Final = 200
+"""A noise that needs passes of its own is measured once in this number of steps that train the policy."""
 
 
 def needs_old_logprobs(config: Config) -> bool:
@@ -157,7 +158,7 @@ def later_noise(
     """
     batch, config, old = tokens.batch, tokens.config, tokens.targets.outputs.old_logprobs
     first = config.critic.policy_starts_at_step if config.algorithm.needs_critic else 1
-    if old is None or not later_steps or config.batch.mini_batches_per_step == 1 or (step - first) % _NOISE_STEPS:
+    if old is None or not later_steps or config.batch.mini_batches_per_step == 1 or (step - first) % NOISE_STEPS:
         return None
     update = tokens.to_train(later_steps[0])
     rows = compute_as_updates(engine.compute_logprobs, batch, config, [update], limit=1)

@@ -44,7 +44,7 @@ def compute_unit_losses(
         policy_version: of the weights.
 
     Raises:
-        InvalidInput: the loss compares no answers of a policy, or a sample is none that a step may have.
+        InvalidInput: the loss compares no answers of a policy, or a sample is malformed.
     """
     loss, selection = config.algorithm.loss, config.algorithm.selection
     if not isinstance(loss, SampleLoss) or loss.trains != "policy" or selection.kind == "all-pairs":

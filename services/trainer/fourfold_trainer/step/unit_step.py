@@ -9,7 +9,6 @@ There are no advantages: the score of a sample is its label.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
@@ -20,13 +19,12 @@ from fourfold.config.schema import Config
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings
 from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
 from fourfold_trainer.step.batch import TrainBatch
+from fourfold_trainer.step.before_update import NOISE_STEPS
 from fourfold_trainer.step.loss_units import LossUnits
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import compute_as_updates, mini_batches, unit_of
 from fourfold_trainer.step.step_result import NO_ACTION_TOKENS, StepResult
 from fourfold_trainer.work import Work
-
-_NOISE_STEPS: Final = 200  # the noise is measured once in this number of steps
 
 
 def train_units(
@@ -52,7 +50,7 @@ def train_units(
             loss.reads == "pairs"
             and loss.trains == "policy"
             and not result.policy_norms
-            and (step - 1) % _NOISE_STEPS == 0
+            and (step - 1) % NOISE_STEPS == 0
         ):
             result.measured[metrics.PAIR_NOISE] = pair_noise(engine, units, members, result.policy_work)
         shares = units.micro_batches(members)

@@ -70,6 +70,7 @@ class LoraAdapters:
             "layers": layers,
             "base": _fingerprint(model),
         }
+        of_scores = "TOKEN_CLS" if getattr(model, "scores_steps", False) else "SEQ_CLS"
         self._peft_config: Any = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
@@ -77,11 +78,7 @@ class LoraAdapters:
             target_modules=layers,
             base_model_name_or_path=str(source),
             inference_mode=False,
-            task_type="CAUSAL_LM"
-            if head is None
-            else "TOKEN_CLS"
-            if getattr(model, "scores_steps", False)
-            else "SEQ_CLS",
+            task_type="CAUSAL_LM" if head is None else of_scores,
         )
         with torch.random.fork_rng(devices=[]):
             # The policy's random state differs by rank; A must not, or the ranks would train different adapters.

@@ -223,6 +223,7 @@ class DeepSpeedScorer(DeepSpeedPolicy):
     def _install(self, model: Any, config: Config) -> None:
         forward.install_values(model, forward.read_value_head(self._source_folder))
         self._pad_id = model_export.pad_token_id(model.config.get_text_config(), self._source_folder)
+        # An adapter reads the one of the model.
         model.scores_steps = self._of_steps = config.algorithm.loss.reads == "steps"
         if self._of_steps:
             check_step_classifier(type(model), self._source_folder)

@@ -20,7 +20,7 @@ import pydantic
 
 from fourfold import config as configuration
 from fourfold.algorithm.selection import SelectionConfig
-from fourfold.cli.numbers import whole
+from fourfold.cli.numbers import positive_whole
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.host.disk import make_private_folder
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prompts",
-        type=whole,
+        type=positive_whole,
         default=0,
         metavar="N",
         help="prompts to sample, in the order of training; default: as many as there are, with weights of sources in "
@@ -69,8 +69,6 @@ def main(args: argparse.Namespace) -> int:
     """Sample, and write the file; return the exit code."""
     out: Path = args.out
     _check_place(out)
-    if args.prompts < 0:
-        raise ConfigError(f"--prompts {args.prompts}: it is a number of prompts; 0 takes as many as there are")
     signals = SignalHandler()
     with signals.installed():
         folder = out.with_name(out.name + ".run")

@@ -95,6 +95,11 @@ class Prompt:
     source: str = ""  # name of its training source; empty if the recipe names none
 
 
+def group_seed(seed: int, position: int, prompt: Prompt) -> int:
+    """Return the request seed of the group of a prompt at a position of the order of training."""
+    return derive_seed(seed, "train", position, prompt.index)
+
+
 def own_prompt(text: str, *, answer: str, metadata_json: str) -> Prompt:
     """Return the prompt of a group of the agents' own, without row and tokens."""
     return Prompt(

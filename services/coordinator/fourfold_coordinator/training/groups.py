@@ -34,9 +34,8 @@ from fourfold.config.algorithm import FilterConfig
 from fourfold.config.schema import Config
 from fourfold.errors import FourfoldError
 from fourfold.sample import Sample
-from fourfold.seeds import derive_seed
 
-from ..data.prompts import Prompt
+from ..data.prompts import Prompt, group_seed
 from ..routing.replica import GivenUp, RetryBudget
 from ..routing.trainer_session import leaves
 from ..state.group_commit import GroupCommit
@@ -284,7 +283,7 @@ class GroupMaker:
         return GroupDraft(
             prompt=prompt,
             position=position,
-            seed=derive_seed(self._config.seed, "train", position, prompt.index),
+            seed=group_seed(self._config.seed, position, prompt),
             version=version,
             budget=self._service_calls.budget(),
             on_sent=on_sent,

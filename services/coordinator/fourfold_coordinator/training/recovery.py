@@ -31,10 +31,9 @@ from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.host.disk import append_lines
 from fourfold.sample import VersionSpan
-from fourfold.seeds import derive_seed
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
-from ..data.prompts import own_prompt
+from ..data.prompts import group_seed, own_prompt
 from ..launch.run_names import METRICS_FILE
 from ..routing.replica import INFO_SECONDS
 from ..state.experiences import StoredTrajectory
@@ -213,7 +212,7 @@ async def _to_group(context: RunContext, position: int, stored: Sequence[StoredT
     size, indices = context.config.batch.group_size, [int(row.sample_id.rpartition("-")[2]) for row, _ in stored]
     return SampleGroup(
         position=position,
-        seed=derive_seed(context.config.seed, "train", position, prompt.index),
+        seed=group_seed(context.config.seed, position, prompt),
         trajectories=tuple(t for t, index in zip(trajectories, indices, strict=True) if index < size),
         baseline=next((t for t, index in zip(trajectories, indices, strict=True) if index >= size), None),
     )

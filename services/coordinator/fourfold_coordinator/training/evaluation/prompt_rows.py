@@ -15,8 +15,8 @@ from fourfold.algorithm.selection import SelectionConfig, pairs_of
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.errors import Unavailable
 from fourfold.host.disk import append_lines
-from fourfold.seeds import derive_seed
 
+from ...data.prompts import group_seed
 from ...launch.run_names import GROUPS_FILE, SAMPLING_FILE
 from ...routing.replica import GivenUp
 from ...state.sampled_rows import Sampling, places
@@ -79,7 +79,7 @@ class StandaloneSampling:
                 prompt,
                 name=f"sample-{position}",
                 count=context.config.batch.group_size,
-                seed=derive_seed(context.config.seed, "train", position, prompt.index),
+                seed=group_seed(context.config.seed, position, prompt),
                 version=0,
                 budget=calls.budget(),
             )

@@ -171,45 +171,48 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
     algorithm = config.algorithm
     if not samples:
         raise InvalidInput("the batch has no experiences; send at least one")
-    columns = Samples.of(samples)  # to read a sample of columns makes it
-    check_unique(columns.values["sample_id"])
+    columns = Samples.of(samples)
+    values, present = columns.values, columns.present  # read by column: no GPU works while 128 samples are made
+    check_unique(values["sample_id"])
     budget = config.batch.tokens_per_micro_batch
     alike = ["group_id", "segment_count", "score", "baseline_score", "shadow_score"]
     alike += ["terms"] if algorithm.advantage.compares_terms else []
     _check_segments(columns, alike, most_tokens=budget if algorithm.needs_whole_trajectories else None)
     loss = algorithm.loss
-    check_pairs(samples, config)
+    check_pairs(columns, config)
     if loss.reads == "steps":
-        _check_steps(samples)
-    if loss.measures_distance and all(sample.score is not None for sample in samples):
+        _check_steps(columns)
+    if loss.measures_distance and None not in values["score"]:
         raise InvalidInput(
             f"each of the {len(samples)} samples has a score; algorithm.loss.kind = `{loss.kind}` measures its "
             f"distance on samples without one: send the answer of another prompt with each prompt"
         )
-    for sample in samples:
-        name = f"sample {sample.sample_id}"
-        if sample.score is None and not loss.measures_distance:
+    for index, sample_id in enumerate(values["sample_id"]):
+        name = f"sample {sample_id}"
+        if values["score"][index] is None and not loss.measures_distance:
             raise InvalidInput(f"{name} has no score; score it first, or leave it out of the batch")
-        if sample.top_p < 1 or sample.top_k:
+        top_p, top_k = values["top_p"][index], values["top_k"][index]
+        if top_p < 1 or top_k:
             raise InvalidInput(
-                f"{name} was sampled with top_p = {sample.top_p:g}, top_k = {sample.top_k}; the engine's "
-                f"log-probabilities are then renormalised and cannot be trained on: sample with temperature alone"
+                f"{name} was sampled with top_p = {top_p:g}, top_k = {top_k}; the engine's log-probabilities are then "
+                f"renormalised and cannot be trained on: sample with temperature alone"
             )
-        if algorithm.needs_reference and not len(sample.reference_logprobs):
+        if algorithm.needs_reference and not present["reference_logprobs"][index]:
             reader = f"loss.kind = `{loss.kind}`" if loss.needs_reference else f"kl.coef = {algorithm.kl.coef:g}"
             reader = f"advantage.kind = `{algorithm.advantage.kind}`" if algorithm.distills else reader
             raise InvalidInput(f"{name} has no reference_logprobs; algorithm.{reader} needs them")
-        has = sample.teacher_ids.shape[-1] if len(sample.teacher_ids) else 0
+        ids = values["teacher_ids"][index]
+        has = ids.shape[-1] if len(ids) else 0
         if (wanted := loss.teacher_tokens) and has != wanted:
             raise InvalidInput(
                 f"{name} has {has} of a teacher's tokens in teacher_ids at each position; algorithm.loss.top_k = "
                 f"{wanted} of loss.kind = `{loss.kind}` needs as many: ask the teacher for them"
             )
-        if algorithm.advantage.needs_greedy_sample and sample.baseline_score is None:
+        if algorithm.advantage.needs_greedy_sample and values["baseline_score"][index] is None:
             kind = algorithm.advantage.kind
             raise InvalidInput(f"{name} has no baseline_score; algorithm.advantage.kind = `{kind}` needs it")
-        _check_behavior(sample, algorithm)
-        newest = max((span.policy_version for span in sample.version_spans), default=-1)
+        _check_behavior(columns, index, algorithm)
+        newest = max((span.policy_version for span in values["version_spans"][index]), default=-1)
         if newest > policy_version:
             raise InvalidInput(
                 f"{name} was sampled by policy version {newest}; the trainer is at {policy_version} and has not "
@@ -217,7 +220,7 @@ def check_samples(samples: Sequence[Sample], config: Config, *, policy_version: 
             )
 
 
-def check_pairs(samples: Sequence[Sample], config: Config) -> None:
+def check_pairs(samples: Samples, config: Config) -> None:
     """Refuse a group that is not two trajectories of different scores, or does not fit in one micro-batch.
 
     Any samples are accepted if the loss does not read pairs. With `selection.kind = "all-pairs"` a group has at least
@@ -228,19 +231,21 @@ def check_pairs(samples: Sequence[Sample], config: Config) -> None:
     """
     most_tokens = config.batch.tokens_per_micro_batch
     selection, loss = config.algorithm.selection, config.algorithm.loss
-    if loss.trains == "scores" and (part := next((s for s in samples if s.segment_count > 1), None)):
+    many = next((i for i, count in enumerate(samples.values["segment_count"]) if count > 1), None)
+    if loss.trains == "scores" and many is not None:
+        part = samples[many]
         raise InvalidInput(
             f"sample {part.sample_id} is one of {part.segment_count} segments of trajectory {part.trajectory}, and "
             f"algorithm.loss.kind = `{loss.kind}` scores whole texts: send each answer as one sample"
         )
     if loss.reads != "pairs":
         return
-    for members in group_members([sample.group_id for sample in samples]):
-        unit = [samples[i] for i in members]
-        if not any((sample.loss_mask & sample.action_mask).any() for sample in unit):
+    trajectories, lengths = samples.trajectories, samples.lengths
+    for members in group_members(samples.values["group_id"]):
+        if not any(_in_loss(samples, i).any() for i in members):
             continue
-        scores = {sample.trajectory: sample.score for sample in unit}
-        group = f"group {unit[0].group_id}"
+        scores = {trajectories[i]: samples.values["score"][i] for i in members}
+        group = f"group {samples.values['group_id'][members[0]]}"
         if len(scores) != 2 and selection.kind != "all-pairs":
             raise InvalidInput(f"{group} has {len(scores)} samples; a pair has 2: send one pair per group")
         known = [score for score in scores.values() if score is not None]
@@ -250,7 +255,7 @@ def check_pairs(samples: Sequence[Sample], config: Config) -> None:
                 f"{group}: its samples have the scores {', '.join(map(str, scores.values()))}; the preferred one of a "
                 f"pair has the greater score{margin}: leave the group out"
             )
-        tokens = sum(len(sample.token_ids) for sample in unit)
+        tokens = int(lengths[members].sum())
         if tokens > most_tokens:
             raise InvalidInput(
                 f"{group} has {tokens} tokens, more than a micro-batch of {most_tokens}, in which a pair stays "
@@ -258,14 +263,19 @@ def check_pairs(samples: Sequence[Sample], config: Config) -> None:
             )
 
 
-def _check_steps(samples: Sequence[Sample]) -> None:
+def _in_loss(samples: Samples, index: int) -> BoolArray:
+    mask: BoolArray = samples.array("loss_mask", index) & samples.array("action_mask", index)
+    return mask
+
+
+def _check_steps(samples: Samples) -> None:
     """Refuse samples without a label in [0, 1] at the end of each step, which are their loss tokens."""
-    for sample in samples:
-        labels = sample.token_rewards[sample.loss_mask & sample.action_mask] if len(sample.token_rewards) else None
+    for index, known in enumerate(samples.present["token_rewards"]):
+        labels = samples.array("token_rewards", index)[_in_loss(samples, index)] if known else None
         if labels is None or ((labels < 0) | (labels > 1)).any():
             raise InvalidInput(
-                f"sample {sample.sample_id} has the labels {'none' if labels is None else labels.tolist()} in "
-                f"token_rewards; that of a step is from 0 to 1, at its last token: correct them"
+                f"sample {samples.values['sample_id'][index]} has the labels "
+                f"{'none' if labels is None else labels.tolist()} in token_rewards; that of a step is from 0 to 1, at its last token: correct them"
             )
 
 
@@ -312,26 +322,28 @@ def _any_truncated(samples: Samples, bounds: Int64Array) -> BoolArray:
     return found
 
 
-def _check_behavior(sample: Sample, algorithm: AlgorithmConfig) -> None:
+def _check_behavior(samples: Samples, index: int, algorithm: AlgorithmConfig) -> None:
     """Refuse a sample without the engine's log-probabilities that something reads, or with a token of probability 0.
 
     Corrections reject such a token, but without one it would be trained on.
     """
-    kind = algorithm.loss.kind
-    if not len(sample.behavior_logprobs):
+    kind, name = algorithm.loss.kind, f"sample {samples.values['sample_id'][index]}"
+    if not samples.present["behavior_logprobs"][index]:
         if algorithm.correction.kind != "none" or algorithm.loss.corrects_lag:
             raise InvalidInput(
-                f"sample {sample.sample_id} has no behavior_logprobs; algorithm.correction.kind = "
+                f"{name} has no behavior_logprobs; algorithm.correction.kind = "
                 f"`{algorithm.correction.kind}`, loss.kind = `{kind}` read them: for tokens that no engine sampled, "
                 f"set correction.kind = `none` and a loss such as `nll`"
             )
         return
     if algorithm.correction.kind != "none" or algorithm.loss.corrects_lag:
         return
-    (impossible,) = np.nonzero(np.isneginf(sample.behavior_logprobs) & sample.loss_mask)
+    (impossible,) = np.nonzero(
+        np.isneginf(samples.array("behavior_logprobs", index)) & samples.array("loss_mask", index)
+    )
     if len(impossible):
         raise InvalidInput(
-            f"sample {sample.sample_id}: behavior_logprobs[{impossible[0]}] is -inf: a token that was sampled has a "
+            f"{name}: behavior_logprobs[{impossible[0]}] is -inf: a token that was sampled has a "
             f"probability above 0; leave it out of loss_mask, or set algorithm.correction.kind = `tis`, which rejects "
             f"such tokens"
         )

@@ -11,6 +11,7 @@ from fourfold.arrays import Float32Array
 from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
 from fourfold.sample import Sample, check_unique
+from fourfold.sample.columns import Samples
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.step.batch import TrainBatch, check_pairs
 from fourfold_trainer.step.loss_units import LossUnits
@@ -40,9 +41,10 @@ def compute_reference(
             f"reference_of_step = {step}, and algorithm.loss.kind = `{loss.kind}` compares no answers with a "
             f"reference; leave it out"
         )
-    check_unique(sample.sample_id for sample in samples)
-    check_pairs(samples, config)
-    batch = TrainBatch.of(samples, config.algorithm)
+    columns = Samples.of(samples)
+    check_unique(columns.values["sample_id"])
+    check_pairs(columns, config)
+    batch = TrainBatch.of(columns, config.algorithm)
     units = LossUnits(config=config, batch=batch, loss=loss)
     steps = mini_batches(batch.group_bounds, config, step=step)
     updates = [part for members in steps for part in (units.to_train(members), units.measured(members))]

@@ -68,8 +68,8 @@ _UNREAD_TABLES: Final = {
     "weights": _NO_UPDATE,
     "asynchrony": _NO_UPDATE,
     "reward": "no answer is scored",
-    "reference": "a reference is the model that training begins with, and the trainer computes it before step 1; a "
-    "teacher is read by the loss `distill` alone",
+    "reference": "reference services run another model than model.source, which reference.source names, for a loss "
+    "that reads a reference or a teacher",
     "agents": _NO_AGENT,
     "gateway": _NO_AGENT,
     "environment": _NO_AGENT,

@@ -281,11 +281,11 @@ class SamplingConfig(Table):
 
 class ReferenceConfig(Table):
     """The reference services; started only if `algorithm.kl.coef` is above 0, or the loss or the advantages read the
-    reference."""
+    reference. In a run of rows, only if `source` names another model than `model.source`."""
 
     source: str = ""
     """Model of the reference, as `model.source`, with the same vocabulary: the teacher of the advantage `distillation`
-    and of the loss `distill`. Empty: the model that training begins with."""
+    and of the loss `distill`, or the reference of another loss. Empty: the model that training begins with."""
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -564,13 +564,17 @@ class Config(Table):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the run has reference services: a teacher's, or with engines. Rows without a teacher are compared
-        with what the trainer computed before step 1."""
-        return (self.needs_engines and self.algorithm.needs_reference) or self.algorithm.loss.teacher_tokens > 0
+        """True if the run has reference services: with engines, for a teacher, or for rows that are compared with
+        another model than the one that training begins with."""
+        other = self.prepares_reference and self.reference.source not in ("", self.model.source)
+        return (
+            other or (self.needs_engines and self.algorithm.needs_reference) or self.algorithm.loss.teacher_tokens > 0
+        )
 
     @property
     def prepares_reference(self) -> bool:
-        """True if the trainer computes the reference log-probabilities of the rows before the first step."""
+        """True if the reference log-probabilities of the rows are computed before the first step: by the reference
+        services if the run has them (`needs_reference`), and else by the trainer."""
         return not self.needs_engines and self.algorithm.loss.needs_reference
 
     @property

@@ -473,7 +473,7 @@ def _reward_model(table: RewardConfig, model: RewardModelConfig) -> str:
 
 
 def _reference(config: Config) -> str:
-    if config.prepares_reference:
+    if config.prepares_reference and not config.needs_reference:
         return (
             f"none to start: before step 1 the trainer computes the log-probabilities of each row of the first pass "
             f"under {config.model.source}, without gradients, and keeps them in data.cache."
@@ -482,7 +482,13 @@ def _reference(config: Config) -> str:
         return "none, because algorithm.kl.coef is 0."
     device = config.reference.gpu or "GPU" if config.reference.device == "cuda" else "CPU"
     source = config.reference.source or config.model.source
-    return f"{_services(config.reference.replicas)} on {device}, with the frozen weights of {source}."
+    found = f"{_services(config.reference.replicas)} on {device}, with the frozen weights of {source}."
+    if config.prepares_reference:
+        found += (
+            " Before step 1 they compute the log-probabilities of each row of the first pass, which data.cache keeps; "
+            "they then wait until the run ends."
+        )
+    return found
 
 
 _WEIGHT_PATHS: Final = {

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from fourfold import config as configuration
+from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.errors import ConfigError, PeerFault, Unavailable
 from fourfold.model import folder as model_folder
@@ -34,7 +35,10 @@ from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_coordinator.cli import run
 from fourfold_coordinator.cli.summary import report_lines
 from fourfold_coordinator.launch.fleet import services_of
+from fourfold_coordinator.reporting.diagnosis import TrainingDiagnosis
 from fourfold_coordinator.rewards.data_check import check_data
+from fourfold_coordinator.rows.describe import describe_reference
+from fourfold_coordinator.rows.reference_file import reference_path
 from fourfold_coordinator.rows.row_source import RowBatch, RowSource
 from tests.fakes.stage import Stage, hang_in_step, successor, until
 from tests.fakes.toy import VOCABULARY, Member, make_config, toy_logprobs, write_model
@@ -44,8 +48,11 @@ from tests.fakes.toy_trainer import FakeTrainer
 ROWS = 10
 
 
-def row_config(root: Path, *, steps: int = 6, preset: str = "sft", **data: Any) -> Config:
-    """Return a recipe of two passes over ten rows, four of them in a step: 4, 4, 2, 4, 4 and 2."""
+def row_config(root: Path, *, steps: int = 6, preset: str = "sft", other: bool = False, **data: Any) -> Config:
+    """Return a recipe of two passes over ten rows, four of them in a step: 4, 4, 2, 4, 4 and 2.
+
+    `other`: the reference is another model than the one that training begins with.
+    """
     tables = make_config(root).model_dump(include={"name", "seed", "model", "checkpoint", "retry"})
     path = root / "rows.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": f"{n} * {n} =", "completion": f" {n * n}"} for n in range(ROWS)]
@@ -59,7 +66,7 @@ def row_config(root: Path, *, steps: int = 6, preset: str = "sft", **data: Any) 
             "data": {"train": {"path": str(path)}, "passes": 2.0, "chat": False, "cache": str(root / "tokens"), **data},
             "batch": {"rows_per_step": 4, "tokens_per_micro_batch": 256},
             "algorithm": {"preset": preset, **({"loss": {"top_k": 2}} if preset == "distill" else {})},
-            "reference": {"source": str(write_model(root / "teacher"))} if preset == "distill" else {},
+            "reference": {"source": str(write_model(root / "teacher"))} if other or preset == "distill" else {},
         }
     )
 
@@ -110,6 +117,11 @@ def damage_reference(stage: RowStage, *, cut: bool) -> Path:
     else:
         path.unlink()
     return path
+
+
+def cut_largest_reference(stage: RowStage) -> None:
+    path = max(Path(stage.config.data.cache).glob("reference-*.bin"), key=lambda path: path.stat().st_size)
+    path.write_bytes(path.read_bytes()[:40])
 
 
 def count_references(stage: RowStage) -> int:
@@ -444,6 +456,93 @@ async def test_a_second_run_of_the_recipe_computes_no_reference(make_rows: Calla
     assert await stage.finish() == 0
     assert stage.trainer.reference_steps == [] and set(stage.batches) == set(range(1, 7))
     await stage.close()
+
+
+def served_reference(stage: RowStage) -> FakeReference:
+    """Give a stage a service with another model; return it. Its log-probabilities are those of the weight 3."""
+    service = FakeReference("reference-0", stage.config)
+    stage.others, service.weights = [service], 3
+    return service
+
+
+@pytest.mark.parametrize("preset", ["dpo", "kto"])
+async def test_another_reference_is_computed_by_services_before_step_1(
+    make_rows: Callable[..., RowStage], preset: str
+) -> None:
+    stage = make_rows(steps=4, preset=preset, other=True, holdout={"field": "", "groups": 3})
+    service, hangs = served_reference(stage), asyncio.Event()
+    assert [spec.name for spec in services_of(stage.config)] == ["trainer-0", "reference-0"]
+
+    async def hang() -> None:
+        if not hangs.is_set():
+            hangs.set()
+            await asyncio.sleep(30)
+
+    service.on_call = hang  # the preparation is killed in its first call
+    await stage.start()
+    await hangs.wait()
+    await stage.kill()
+    in_step = hang_in_step(stage, 3)
+    await stage.start()
+    await in_step.wait()
+    await stage.kill()
+    await stage.trainer.kill()
+    cut_largest_reference(stage)  # a resumed run has the services compute what is lost
+    service.asked.clear()
+    stage.use(successor(stage.trainer))
+    await stage.start()
+    assert await stage.finish() == 0
+    assert service.asked and stage.trainer.reference_steps == [] and count_references(stage) == 2
+    samples = [sample for step in stage.batches for sample in stage.batches[step]]
+    for sample in samples:
+        answer, wanted = sample.action_mask, toy_logprobs(3, sample.token_ids)
+        np.testing.assert_array_equal(sample.reference_logprobs[answer], wanted[answer])
+    if preset == "kto":
+        assert any(sample.score is None for sample in samples), "the joined answers have their reference, too"
+    (before,) = stage.report()["eval_before"]["sets"]
+    assert before["loss"] != pytest.approx(np.log(2)), "policy and reference differ from the beginning"
+    assert stage.report()["began_from"]["reference"]["source"] == stage.config.reference.source
+    # Another run of the recipe computes nothing.
+    await stage.close()
+    begin_anew(stage)
+    service = served_reference(stage)
+    stage.use(FakeTrainer("trainer-1", stage.config))
+    await stage.start()
+    assert await stage.finish() == 0
+    assert service.asked == [] and stage.trainer.reference_steps == []
+    await stage.close()
+
+
+async def test_a_resumed_run_compares_with_another_reference(make_rows: Callable[..., RowStage]) -> None:
+    stage = make_rows(preset="dpo")
+    await kill_in_step(stage, 3)
+    assert len(stage.trainer.reference_steps) > 0
+    stage.config = row_config(stage.folder.parent, preset="dpo", other=True)
+    (stage.folder / "config.toml").write_text(configuration.dump(stage.config))
+    service = served_reference(stage)
+    stage.use(successor(stage.trainer))
+    await stage.start()
+    assert await stage.finish() == 0
+    assert len(service.asked) == 2 * ROWS
+    for sample in (sample for step in (3, 4) for sample in stage.batches[step]):
+        wanted = toy_logprobs(3, sample.token_ids)
+        np.testing.assert_array_equal(sample.reference_logprobs[sample.action_mask], wanted[sample.action_mask])
+    await stage.close()
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_the_reference_has_a_file_of_its_own_and_the_first_margin_is_judged(tmp_path: Path, other: bool) -> None:
+    config = row_config(tmp_path, preset="dpo", other=other)
+    rows = SimpleNamespace(digest=lambda: "rows")
+    found = [
+        reference_path(changed, rows, "digest").name  # type: ignore[arg-type]
+        for changed in (config, config.model_copy(update={"batch": config.batch.model_copy(
+            update={"tokens_per_micro_batch": 512})}))
+    ]  # fmt: skip
+    assert (found[0] == found[1]) == other, "services do not know the micro-batches of the updates"
+    findings, _ = TrainingDiagnosis.from_config(config).examine(1, {m.PAIR_MARGIN: 0.2}, skipped_reason="", dropped={})
+    assert bool(findings) != other
+    assert ("reference services with" in describe_reference([], config)) == other
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,8 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
         """Ids of the samples in all calls."""
         self.top: Callable[[int, int], tuple[Any, Any]] = likely_tokens
         """Returns ids and log-probabilities of the k likeliest tokens in place of each of `count` tokens."""
+        self.weights = 0
+        self.on_call: Callable[[], Awaitable[None]] | None = None
 
     def services(self) -> Services:
         service = reference.DESCRIPTOR.services_by_name["ReferenceService"]
@@ -87,7 +89,9 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
         self, request: reference.ComputeLogprobsRequest, context: Context
     ) -> reference.ComputeLogprobsResponse:
         self.asked += [e.sample_id for e in request.experiences]
-        rows = [toy_logprobs(0, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
+        if self.on_call is not None:
+            await self.on_call()
+        rows = [toy_logprobs(self.weights, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
         answer = reference.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])
         for row in rows if request.top_k else []:
             ids, logprobs = self.top(len(row), request.top_k)

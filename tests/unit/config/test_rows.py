@@ -58,7 +58,7 @@ def test_a_run_of_rows_needs_no_engine_and_no_scorer(tmp_path: Path, preset: str
         ("asynchrony.max_policy_lag=1", "`asynchrony.max_policy_lag` has no effect"),
         ("reward.function=last_number", "`reward` has no effect in a run of rows (batch.rows_per_step): no answer is"),
         ("agents.source=tasks", "`agents.source` has no effect in a run of rows (batch.rows_per_step): no agent"),
-        ("reference.replicas=2", "`reference.replicas` has no effect in a run of rows (batch.rows_per_step): a refere"),
+        ("reference.replicas=2", "`reference.replicas` has no effect in a run of rows (batch.rows_per_step): referenc"),
         ("critic.learning_rate=0.1", "`critic.learning_rate` has no effect"),
         ("algorithm.kl.coef=0.1", "`algorithm.kl.coef` has no effect in a run of rows (batch.rows_per_step): the loss"),
         ("algorithm.correction.kind=tis", "`algorithm.correction.kind` has no effect"),
@@ -114,7 +114,11 @@ def test_labelled_steps_have_keys_of_their_own(tmp_path: Path) -> None:
     ("preset", "assignment", "message"),
     [
         ("distill", "data.passes=1", "algorithm.loss.kind = `distill` learns from a teacher; set reference.source to"),
-        ("sft", "reference.source=m", "a teacher is read by the loss `distill` alone; remove it"),
+        (
+            "sft",
+            "reference.source=m",
+            "reference.source names, for a loss that reads a reference or a teacher; remove it",
+        ),
         (
             "sft",
             "algorithm.sft_coef=0.5",
@@ -128,6 +132,9 @@ def test_labelled_steps_have_keys_of_their_own(tmp_path: Path) -> None:
             "data.loss_on = `last` has no effect where algorithm.loss.kind = `dpo` reads pairs",
         ),
         ("kto", "data.loss_on=assistant", "data.loss_on = `assistant` has no effect where"),
+        ("dpo", "reference.source=builtin:tiny", "reference services run another model than model.source, which re"),
+        ("simpo", "reference.source=m", "`reference.source` has no effect in a run of rows (batch.rows_per_step): ref"),
+        ("kto", "reference.device=cuda", "`reference.device` has no effect in a run of rows"),
         ("dpo", "data.weight_field=w", "`data.weight_field` has no effect in this run"),
         (
             "kto",

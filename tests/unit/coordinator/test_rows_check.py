@@ -149,7 +149,7 @@ def test_an_evaluation_needs_the_reference_that_the_run_computed(check: Check, t
     with pytest.raises(ConfigError, match="holdout: the run has no reference log-probabilities of this set"):
         evaluate_rows._references(config, tmp_path, opened)
     ledger = Ledger(tmp_path / LEDGER_FILE)
-    ledger.put({file_key("holdout"): str(tmp_path / "gone.bin")})
+    ledger.put({file_key("holdout", served=False): str(tmp_path / "gone.bin")})
     ledger.close()
     batch = opened.held_out[0].steps(config).take(1)
     assert batch is not None

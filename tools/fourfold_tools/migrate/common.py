@@ -23,6 +23,7 @@ _MOST_COUNTED_BYTES: Final = 4 << 30  # 8 s at the measured 0.5 GiB/s
 _DATA_FLAGS: Final = ("data.prompt_dataset", "data.dataset", "dataset_name", "data.train_files")
 KV_CACHE_GIB: Final = 8
 MIN_REFERENCE_TOKENS: Final = 8192
+REFERENCE: Final = "if it is another model than the one that training begins with"
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w.-][\w./-]*)?")
 _PROCESSES: Final = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num_gpus)(?:=|\s+)(\d+)")
 _NODES: Final = re.compile(r"--(?:nnodes|num_nodes)(?:=|\s+)(\d+)")
@@ -98,6 +99,17 @@ def model(draft: Draft, key: str, source: str | None, *names: str, note: str = "
     if not source:
         draft.check(f"{key}: the configuration names no model; write its folder")
     draft.set(key, _location(draft, key, source) if source else "MODEL_FOLDER", *names, note=note)
+
+
+def reference(draft: Draft, source: str | None, name: str, policy: str) -> None:
+    """Set the reference of rows, if it is another model than that of the flag `policy`."""
+    if source and source != draft.flags[policy]:
+        model(draft, "reference.source", source, name)
+        draft.set("reference.device", "cuda")
+        context = draft.lines["model",]["max_context_tokens"].value
+        draft.set("reference.tokens_per_batch", max(context, MIN_REFERENCE_TOKENS))
+    else:
+        draft.leave("not needed: the reference is the model that training begins with", name)
 
 
 def is_hub_name(source: str) -> bool:

@@ -96,8 +96,7 @@ _DPO: Final = [
     row("model.label_smoothing", "float", 0.0, "algorithm.loss.label_smoothing", "not with ipo_enable",
          older="label_smoothing"),
     row("model.nll_loss_coef", "float", 0.0, "algorithm.sft_coef", older="nll_loss_coef"),
-    row("ref.model_name_or_path", "text", None, "",
-         "no equivalent: the reference is the model that training begins with", older="ref_pretrain"),
+    row("ref.model_name_or_path", "text", None, "reference.source", common.REFERENCE, older="ref_pretrain"),
     row("ref.offload", "bool", False, "", "not needed: the reference is computed before the first step",
          older="ref_offload"),
 ]  # fmt: skip
@@ -186,8 +185,7 @@ def _pairs(draft: Draft) -> None:
         draft.leave("not needed: ipo has no label smoothing", names[1])
     else:
         draft.set("algorithm.loss.label_smoothing", smoothing, names[1])
-    if reference and reference != flags["model.model_name_or_path"]:
-        draft.check(f"model.source: it is the reference, too; the reference {reference} has no equivalent")
+    common.reference(draft, reference, names[2], "model.model_name_or_path")
 
 
 def _evaluation(draft: Draft, template: str | None) -> None:

@@ -62,7 +62,7 @@ _SFT: Final = [
 
 _COMPARED: Final = [
     row("beta", "float", 0.1, "algorithm.loss.beta"),
-    *unconverted("no equivalent: the reference is the model that training begins with", "ref_model"),
+    row("ref_model", "text", None, "reference.source", common.REFERENCE),
     *unconverted("not needed: the reference is computed before the first step",
                  "precompute_ref_log_probs precompute_ref_batch_size"),
 ]  # fmt: skip
@@ -123,6 +123,8 @@ def convert(draft: Draft, options: Options, trainer: str) -> None:
         _answers(draft)
     else:
         draft.set("algorithm.preset", f"trl-{trainer}", *(["loss_type"] if trainer == "kto" else []))
+    if "ref_model" in flags.table:
+        common.reference(draft, flags["ref_model"], "ref_model", "model_name_or_path")
     if trainer == "dpo":
         _preferences(draft)
     fixed = max(flags["max_steps"], 0)

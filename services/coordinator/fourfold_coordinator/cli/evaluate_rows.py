@@ -63,7 +63,7 @@ def _references(config: Config, run_dir: Path, rows: OpenRows) -> dict[str, Atta
     found = dict[str, Attach]()
     for each in rows.held_out:
         try:
-            path = read_value(run_dir / LEDGER_FILE, file_key(each.name))
+            path = read_value(run_dir / LEDGER_FILE, file_key(each.name, served=config.needs_reference))
         except sqlite3.Error as error:
             raise ConfigError(
                 f"{run_dir / LEDGER_FILE}: cannot be read ({error}); restore the file from a copy"
@@ -74,7 +74,7 @@ def _references(config: Config, run_dir: Path, rows: OpenRows) -> dict[str, Atta
                 f"`{config.algorithm.loss.kind}` compares with; a run computes those of the sets of its recipe before "
                 f"its first step: name the set there, and start a new run"
             )
-        found[each.name] = ReferenceFile(Path(path)).attach
+        found[each.name] = ReferenceFile(Path(path), served=config.needs_reference).attach
     return found
 
 

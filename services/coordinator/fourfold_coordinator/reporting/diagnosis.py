@@ -136,7 +136,9 @@ class TrainingDiagnosis:
             asynchrony=config.asynchrony,
             corrects=config.algorithm.correction.kind != "none" or config.algorithm.loss.corrects_lag,
             filters=config.algorithm.replaces_groups,
-            compares_with_start=config.prepares_reference and config.batch.updates_per_step == 1,
+            compares_with_start=(
+                config.prepares_reference and not config.needs_reference and config.batch.updates_per_step == 1
+            ),
         )
 
     def replay(self, rows: Sequence[StepRow]) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
@@ -77,9 +77,9 @@ def keep_lineage(ledger: Ledger, found: Mapping[str, Any]) -> None:
     ledger.put({BEGAN_FROM: json.dumps(known)})
 
 
-def model_digest(ledger: Ledger) -> str | None:
-    """Return the SHA-256 of the model that a run began with; None if it is not known."""
-    found: str | None = json.loads(ledger.get(BEGAN_FROM) or "{}").get("model", {}).get("sha256")
+def model_digest(ledger: Ledger, part: Literal["model", "reference"] = "model") -> str | None:
+    """Return the SHA-256 of the model that a run began with, or of its reference; None if it is not known."""
+    found: str | None = json.loads(ledger.get(BEGAN_FROM) or "{}").get(part, {}).get("sha256")
     return found
 
 

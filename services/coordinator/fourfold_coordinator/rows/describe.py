@@ -50,11 +50,12 @@ def describe_steps(rows: RowSource, config: Config) -> str:
 
 
 def describe_reference(stores: Iterable[TokenStore], config: Config) -> str:
-    """Return what the reference of all rows takes, which the trainer computes before step 1."""
+    """Return what the reference of all rows takes, which is computed before step 1."""
     tokens = sum(store.meta.tokens for store in stores)
     tokens *= 2 if config.algorithm.loss.measures_distance else 1
+    by = f"reference services with {config.reference.source}" if config.needs_reference else "the trainer"
     return (
-        f"computed by the trainer before step 1: a forward pass over at most {tokens:,} tokens, which takes "
+        f"computed by {by} before step 1: a forward pass over at most {tokens:,} tokens, which takes "
         f"{format_bytes(4 * tokens)} in data.cache, which runs share."
     )
 

@@ -40,9 +40,9 @@ _FLOAT_BYTES: Final = 4
 class ReferenceFile:
     """The reference log-probabilities of the samples of a `RowSource`, each at its slot."""
 
-    def __init__(self, path: Path) -> None:
-        """Name a file, which `write` makes."""
-        self.path = path
+    def __init__(self, path: Path, *, served: bool = False) -> None:
+        """Name a file, which `write` makes; with `served`, reference services compute what it has."""
+        self.path, self._served = path, served
 
     def read(self, slot: int, sample: Sample) -> Float32Array | None:
         """Return the log-probabilities of a sample of n tokens, float32 [n]; None: they are not there.
@@ -113,6 +113,11 @@ class ReferenceFile:
 
     def lost(self, step: int, what: str) -> WrongState:
         """Return the error of a step that needs log-probabilities which are no longer there."""
+        if self._served:
+            return WrongState(
+                f"step {step} needs the reference log-probabilities of {self.path}, and {what}; resume the run, whose "
+                f"reference services then compute what is missing"
+            )
         return WrongState(
             f"step {step} needs the reference log-probabilities of {self.path}, and {what}. They are those of "
             f"the weights before step 1, which the trainer has no more: start a run of the recipe that this one began "
@@ -138,18 +143,24 @@ def _checksum(sample: Sample, data: bytes) -> bytes:
 def reference_path(config: Config, rows: RowSource, weights: str | None) -> Path:
     """Return the file for a recipe: of everything that decides a log-probability to the last bit.
 
-    That is the model, the rows with their order, and the sizes that decide which samples share a micro-batch.
-    `weights` is the digest of the model's folder. None: it is computed, which reads the whole model; call this in a
-    thread.
+    That is the model, the rows with their order, and the sizes that decide which samples share a micro-batch; or, of
+    reference services, whose micro-batches depend on when calls arrive, the keys of their table. `weights` is the
+    digest of the folder of the reference. None: it is computed, which reads the whole model; call this in a thread.
     """
+    served, key = config.needs_reference, "reference.source" if config.needs_reference else "model.source"
+    source = config.reference.source if served else config.model.source
     parts = {
         "version": FORMAT_VERSION,
-        "weights": weights or folder_digest(model_folder.resolve(config.model.source)),
+        "weights": weights or folder_digest(model_folder.resolve(source, key=key)),
         "model": config.model.model_dump(mode="json", exclude={"source"}),
-        "batch": config.batch.model_dump(mode="json"),
-        "trainer": config.trainer.model_dump(mode="json", include=set(_TRAINER_KEYS)),
         "seed": config.seed,
         "rows": rows.digest(),
     }
+    if served:  # the answers that KTO joins with prompts are those of a step
+        parts["reference"] = config.reference.model_dump(mode="json", exclude={"source", "replicas"})
+        parts["rows_per_step"] = config.batch.rows_per_step
+    else:
+        parts["batch"] = config.batch.model_dump(mode="json")
+        parts["trainer"] = config.trainer.model_dump(mode="json", include=set(_TRAINER_KEYS))
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return cache_folder(config) / f"reference-{digest}.bin"

@@ -1,7 +1,8 @@
-"""Has the trainer compute the reference log-probabilities of a run of rows before its first step.
+"""Has the reference log-probabilities of a run of rows computed before its first step.
 
 The reference is the model that training begins with, so the trainer computes it while it has these weights, in the
-micro-batches of the updates: then the first update finds the policy equal to the reference to the bit. Samples that an
+micro-batches of the updates: then the first update finds the policy equal to the reference to the bit. Another model,
+`reference.source`, is run by the reference services, which can compute what a resumed run lacks, too. Samples that an
 earlier run of the same recipe, or an interrupted start of this one, has left in the file are not computed again.
 """
 
@@ -21,6 +22,7 @@ from ..rows.reference_file import ReferenceFile, reference_path
 from ..rows.row_source import RowBatch, RowSource
 from ..state.run_position import RunPosition
 from .context import RunContext
+from .service_calls import in_parts
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -32,22 +34,26 @@ class PreparedReference:
         """`held_out`: name of the held-out set that `rows` are; empty: `rows` are trained on."""
         self._context, self._rows, self._config = context, rows, context.config
         self._file, self._held_out = ReferenceFile(Path()), held_out
-        self._key = file_key(held_out)
+        self._served = context.config.needs_reference
+        self._key = file_key(held_out, served=self._served)
+        self._complete = False  # every sample was found in the file, or computed
 
     async def prepare(self, position: RunPosition) -> None:
         """Compute what is missing, before step 1; later, find the file that the run began with.
 
+        Reference services compute what is missing later, too.
+
         Raises:
             WrongState: the file is gone, and so are the weights that it was computed from.
-            FourfoldError: the trainer cannot compute, or the disk stayed full.
+            FourfoldError: the trainer or the services cannot compute, or the disk stayed full.
         """
         context, step = self._context, position.step
-        # A resumed run may have other batch sizes, and keeps its file. Before step 1, the sizes of now decide.
-        known = context.ledger.get(self._key) if step else ""
-        weights = model_digest(context.ledger)
+        # A resumed run may have other batch sizes, and keeps the file of the trainer, whose weights are others now.
+        known = context.ledger.get(self._key) if step and not self._served else ""
+        weights = model_digest(context.ledger, "reference" if self._served else "model")
         path = Path(known) if known else await asyncio.to_thread(reference_path, self._config, self._rows, weights)
-        self._file = ReferenceFile(path)
-        if step:
+        self._file = ReferenceFile(path, served=self._served)
+        if step and (not self._served or self._complete):
             if not path.exists():
                 raise self._file.lost(step + 1, "the file is gone")
             return
@@ -68,17 +74,21 @@ class PreparedReference:
             context.board.set_progress(number / steps)
         if computed:
             await context.disk.write_in_thread(self._file.sync)
+        self._complete = True
         log.info(
             "reference prepared: set=%s steps=%d computed_samples=%d seconds=%.1f file=%s",
             self._held_out or "train", steps, computed, time.monotonic() - began, path,
         )  # fmt: skip
 
     async def _compute(self, part: RowBatch, step: int) -> None:
-        timeout = self._config.trainer.step_timeout_seconds
-        async with self._context.broker.lock:
-            rows = await self._context.session.call(
-                "ComputeLogprobs", lambda r: r.trainer.reference_logprobs(part.samples, step=step, timeout=timeout)
-            )
+        timeout, calls = self._config.trainer.step_timeout_seconds, self._context.service_calls
+        if self._served:
+            rows = await in_parts(part.samples, lambda samples: calls.reference(samples, calls.budget()))
+        else:
+            async with self._context.broker.lock:
+                rows = await self._context.session.call(
+                    "ComputeLogprobs", lambda r: r.trainer.reference_logprobs(part.samples, step=step, timeout=timeout)
+                )
         await self._context.disk.write_in_thread(self._file.write, part, rows)
 
     def attach(self, batch: RowBatch, step: int) -> tuple[Sample, ...]:
@@ -86,6 +96,9 @@ class PreparedReference:
         return self._file.attach(batch, step)
 
 
-def file_key(held_out: str) -> str:
-    """Return the key of the ledger for the file of a held-out set, or of the rows to train on."""
-    return f"reference_file {held_out}".strip()
+def file_key(held_out: str, *, served: bool) -> str:
+    """Return the key of the ledger for the file of a held-out set, or of the rows to train on.
+
+    Reference services and the trainer have files of their own: a resumed run may have another `reference.source`.
+    """
+    return f"{'served_' if served else ''}reference_file {held_out}".strip()

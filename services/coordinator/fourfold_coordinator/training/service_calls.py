@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -24,12 +25,15 @@ from ..data.texts import TextDecoder
 from ..routing.replica import Replica, ReplicaKey, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import Demand
+from ..routing.trainer_session import leaves
 from ..state.sample_traces import REFERENCE, SampleTraces
 from ..state.samples import Trajectory, build_sample, last_turn, prompt_length, sampling_params
 from .group_sampling import GroupSampler
 from .ports import Scores
 
 T = TypeVar("T")
+
+_PART_TOKENS: Final = 1 << 13  # of a call: the forward passes of a batch of the service, and all replicas get some
 
 
 class ServiceCalls:
@@ -190,3 +194,31 @@ class ServiceCalls:
             demand=Demand(samples=len(samples)),
             spend=budget.spend,
         )
+
+
+async def in_parts(samples: Sequence[Sample], ask: Callable[[Sequence[Sample]], Awaitable[Sequence[T]]]) -> list[T]:
+    """Return what `ask` returns for each of some samples, in order, with calls for parts of about equal work at once.
+
+    The first error of a call is raised, and cancels the others.
+    """
+
+    async def call(part: Sequence[Sample]) -> Sequence[T]:
+        return await ask(part)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call(part)) for part in _parts(samples)]
+    except BaseExceptionGroup as errors:
+        raise next(leaves(errors)) from None
+    return [found for task in tasks for found in task.result()]
+
+
+def _parts(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    part, tokens = list[Sample](), 0
+    for sample in samples:
+        if part and tokens + len(sample.token_ids) > _PART_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append(sample)
+        tokens += len(sample.token_ids)
+    yield part

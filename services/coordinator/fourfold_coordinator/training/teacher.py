@@ -7,19 +7,15 @@ on the one before it.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from fourfold.config.schema import Config
 from fourfold.reference.top_tokens import top_tokens
 from fourfold.sample import Sample
 
-from ..routing.trainer_session import leaves
-from .service_calls import ServiceCalls
-
-_PART_TOKENS: Final = 1 << 13  # of a call: the forward passes of a batch of the service, and all replicas get some
+from .service_calls import ServiceCalls, in_parts
 
 
 class Teacher:
@@ -36,12 +32,7 @@ class Teacher:
             GivenUp: The services failed too often.
             ServiceMissing: No service came in time.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._teach(part)) for part in _parts(samples)]
-        except BaseExceptionGroup as errors:  # the first error has cancelled the other calls
-            raise next(leaves(errors)) from None
-        return tuple(sample for task in tasks for sample in task.result())
+        return tuple(await in_parts(samples, self._teach))
 
     async def _teach(self, samples: Sequence[Sample]) -> list[Sample]:
         timeout, top_k = self._config.trainer.step_timeout_seconds, self._config.algorithm.loss.teacher_tokens
@@ -53,15 +44,3 @@ class Teacher:
             replace(sample, teacher_ids=row.ids, teacher_logprobs=row.logprobs)
             for sample, row in zip(samples, rows, strict=True)
         ]
-
-
-def _parts(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Yield the samples of a step in parts of about equal work, in order."""
-    part, tokens = list[Sample](), 0
-    for sample in samples:
-        if part and tokens + len(sample.token_ids) > _PART_TOKENS:
-            yield part
-            part, tokens = [], 0
-        part.append(sample)
-        tokens += len(sample.token_ids)
-    yield part

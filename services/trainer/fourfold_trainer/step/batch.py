@@ -275,7 +275,8 @@ def _check_steps(samples: Samples) -> None:
         if labels is None or ((labels < 0) | (labels > 1)).any():
             raise InvalidInput(
                 f"sample {samples.values['sample_id'][index]} has the labels "
-                f"{'none' if labels is None else labels.tolist()} in token_rewards; that of a step is from 0 to 1, at its last token: correct them"
+                f"{'none' if labels is None else labels.tolist()} in token_rewards; that of a step is from 0 to 1, at "
+                f"its last token: correct them"
             )
 
 

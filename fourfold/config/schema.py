@@ -314,6 +314,9 @@ class WeightsConfig(Table):
     interface: str = Field(default="", max_length=64)
     """Network interface of trainer and engines on which gloo listens, as "eth0". Empty: that of the address by which
     the coordinator reaches each of them (`--advertise`)."""
+    adapters: Literal["auto", "merged"] = "auto"
+    """What a run with `trainer.lora` sends to the engines. auto: the adapters, if all engines can take them (see
+    `fourfold plan`), else as merged. merged: the sum of weights and adapters, rounded to `model.dtype`."""
     pause: Literal["auto", "keep", "recompute", "wait", "abort"] = "auto"
     """Running requests during an update. keep: they are paused and continue under the new weights, with the KV cache of
     the old ones. recompute: the same, but the new weights compute their KV cache again. wait: they finish first. abort:

@@ -15,6 +15,8 @@ from fourfold.model.folder import ModelShape
 from fourfold.model.tokenizer import check_same_vocabulary
 from fourfold.text import nearest_name
 
+MAX_ADAPTER_RANK: Final = 512
+"""Highest `max_lora_rank` of vLLM."""
 # Names of output embeddings that are matrices of their own, and of the head of a reward model.
 _HEADS: Final = ("lm_head.weight", "embed_out.weight", "score.weight")
 
@@ -121,6 +123,32 @@ def adapter_plan(config: Config) -> AdapterPlan | None:
         kinds=tuple(sorted({name.rpartition(".")[2] for name in chosen})),
         parameter_count=sum(lora.rank * sum(shapes[name]) for name in chosen),
     )
+
+
+def sends_adapters(config: Config) -> bool:
+    """Return whether the engines of a run get LoRA adapters; otherwise they get whole weights."""
+    return config.trainer.lora.rank > 0 and config.needs_engines and not adapter_obstacle(config)
+
+
+def adapter_obstacle(config: Config) -> str:
+    """Return why the engines of a run with `trainer.lora` get merged weights; empty: they get the adapters.
+
+    Trainer and engines call this with the same recipe and model, and find the same.
+    """
+    pools = config.rollout_pools
+    if config.weights.adapters == "merged":
+        return 'weights.adapters = "merged"'
+    if config.trainer.lora.rank > MAX_ADAPTER_RANK:
+        return f"vLLM takes adapters up to rank {MAX_ADAPTER_RANK}"
+    if config.rollout.sleep_mode:
+        return "engines with rollout.sleep_mode drop their weights in each step, and adapters do not replace them"
+    if any(pool.quantization for pool in pools):
+        return "engines with rollout.quantization round the weights below the adapters"
+    if any(pool.pipeline_parallel_size > 1 for pool in pools):
+        return "engines with rollout.pipeline_parallel_size above 1 hold a part of the layers each"
+    if any(".experts." in name for name in folder.tensor_shapes(config.model.source)):
+        return "the model has experts"
+    return ""
 
 
 def linear_shapes(source: str) -> Mapping[str, tuple[int, int]]:

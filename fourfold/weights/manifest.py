@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from fourfold.errors import InvalidInput
@@ -31,6 +32,7 @@ ITEM_BYTES: Final[dict[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 ALIGNMENT: Final = 64
 _MAX_BYTES: Final = 1 << 50
 _MAX_NAME: Final = 512
+_FINGERPRINT: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +72,24 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """Tells that the tensors are LoRA adapters, A [rank, in] and B [out, rank] under PEFT's names, and no weights."""
+
+    rank: int
+    scale: float
+    """Factor of B A."""
+    base: str
+    """Fingerprint of the weights that they are added to (`fourfold.weights.base_fingerprint`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Tensors, spans (sorted by tensor and start) and the bytes of every rank's shard. Raises InvalidInput."""
 
     tensors: tuple[TensorSpec, ...]
     spans: tuple[Span, ...]
     shard_bytes: tuple[int, ...]
+    adapter: AdapterSpec | None = None
     _encoded: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +103,9 @@ class Manifest:
             "spans": [(s.tensor, s.start, s.count, s.rank, s.offset) for s in self.spans],
             "tensors": [(t.name, t.dtype, t.shape) for t in self.tensors],
         }
+        if self.adapter is not None:
+            _check_adapter(self.adapter)
+            document["adapter"] = asdict(self.adapter)
         encoded = json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii")
         if len(encoded) > MAX_MANIFEST_BYTES:
             raise InvalidInput(f"the manifest has {len(encoded)} bytes; at most {MAX_MANIFEST_BYTES} can be sent")
@@ -121,6 +138,7 @@ class Manifest:
                     for t, start, count, rank, offset in (map(_integer, span) for span in document["spans"])
                 ),
                 shard_bytes=tuple(map(_integer, document["shard_bytes"])),
+                adapter=_adapter(document["adapter"]) if "adapter" in document else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InvalidInput):
@@ -247,6 +265,21 @@ def _check_places(manifest: Manifest) -> None:
         if span.offset < ends[span.rank]:
             raise InvalidInput(f"manifest: tensor {spec.name} overlaps another one in the shard of rank {span.rank}")
         ends[span.rank] = end
+
+
+def _check_adapter(adapter: AdapterSpec) -> None:
+    if adapter.rank < 1 or not 0 < adapter.scale < math.inf or not _FINGERPRINT.fullmatch(adapter.base):
+        raise InvalidInput(
+            f"manifest: an adapter of rank {adapter.rank} and scale {adapter.scale} on the base {adapter.base[:80]!r}; "
+            f"rank and scale must be positive, and the base 64 hexadecimal digits"
+        )
+
+
+def _adapter(found: Any) -> AdapterSpec:
+    scale = found["scale"]
+    if type(scale) is not float:
+        raise TypeError(f"{scale!r} is not a number with a point")
+    return AdapterSpec(rank=_integer(found["rank"]), scale=scale, base=_string(found["base"]))
 
 
 def _integer(value: Any) -> int:

@@ -15,7 +15,7 @@ from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
 from fourfold_trainer.service import metrics
-from fourfold_trainer.step.batch import check_samples
+from fourfold_trainer.step.sample_checks import check_samples
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import ToyEngine
 from tests.fakes.trainer_engine import VOCABULARY, sample

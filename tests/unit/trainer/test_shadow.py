@@ -19,7 +19,7 @@ from fourfold.errors import InvalidInput
 from fourfold.sample import Sample, ScoreTerm
 from fourfold_trainer.optim.master_weights import MasterSlice, MasterWeights
 from fourfold_trainer.service.metrics import summarise
-from fourfold_trainer.step.batch import check_samples
+from fourfold_trainer.step.sample_checks import check_samples
 from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step

@@ -20,9 +20,9 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.sample import Sample
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step import before_update
-from fourfold_trainer.step.batch import check_samples
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import mini_batches
+from fourfold_trainer.step.sample_checks import check_samples
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import Toy, ToyEngine

@@ -19,8 +19,9 @@ from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.advantages import ModelOutputs, TokenTargets
-from fourfold_trainer.step.batch import TrainBatch, check_samples
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.micro_batches import LossTokens, mini_batches
+from fourfold_trainer.step.sample_checks import check_samples
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import ToyEngine

@@ -25,11 +25,12 @@ from fourfold.sample.columns import Samples
 from fourfold.sample.mismatched import mismatched
 from fourfold_trainer.batches import UnitBatch, dummy_unit_batch, from_arrays, to_arrays
 from fourfold_trainer.service import metrics
-from fourfold_trainer.step.batch import TrainBatch, check_samples
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.forward import forward_all
 from fourfold_trainer.step.loss_units import tail_factors
 from fourfold_trainer.step.micro_batches import mini_batches
 from fourfold_trainer.step.reference import compute_reference
+from fourfold_trainer.step.sample_checks import check_samples
 from fourfold_trainer.step.step_result import StepResult
 from fourfold_trainer.step.train_step import train_step
 from fourfold_trainer.step.unit_losses import compute_unit_losses

@@ -37,9 +37,9 @@ from fourfold_trainer.service.engine_thread import EngineThread, Phase
 from fourfold_trainer.step import accumulation
 from fourfold_trainer.step import train_step as steps
 from fourfold_trainer.step.accumulation import PendingGradient
-from fourfold_trainer.step.batch import check_samples
 from fourfold_trainer.step.forward import Forward, forward_all
 from fourfold_trainer.step.reference import compute_reference
+from fourfold_trainer.step.sample_checks import check_samples
 from fourfold_trainer.step.shadow import compare_gradients
 from fourfold_trainer.step.unit_losses import UnitLosses, compute_unit_losses
 

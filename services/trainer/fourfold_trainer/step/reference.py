@@ -13,9 +13,10 @@ from fourfold.errors import InvalidInput
 from fourfold.sample import Sample, check_unique
 from fourfold.sample.columns import Samples
 from fourfold_trainer.engine import TrainerEngine
-from fourfold_trainer.step.batch import TrainBatch, check_pairs
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.loss_units import LossUnits
 from fourfold_trainer.step.micro_batches import compute_as_updates, mini_batches
+from fourfold_trainer.step.sample_checks import check_pairs
 
 
 def compute_reference(

@@ -14,9 +14,10 @@ from fourfold.config.schema import Config
 from fourfold.errors import InvalidInput
 from fourfold.sample import Sample
 from fourfold_trainer.engine import TrainerEngine
-from fourfold_trainer.step.batch import TrainBatch, check_samples
+from fourfold_trainer.step.batch import TrainBatch
 from fourfold_trainer.step.loss_units import LossUnits
 from fourfold_trainer.step.micro_batches import compute_as_updates, mini_batches
+from fourfold_trainer.step.sample_checks import check_samples
 from fourfold_trainer.step.unit_objective import loss_inputs
 from fourfold_trainer.work import Work
 

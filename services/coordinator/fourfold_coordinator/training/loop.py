@@ -221,8 +221,8 @@ class TrainingLoop:
 
     def _pauses_after(self, step: int) -> bool:
         """Return whether the weights of this step are needed before the next one."""
-        saved = self.config.checkpoint
-        every = self.config.evaluation.every_steps, saved.every_steps, saved.export_every_steps
+        saved, evaluates = self.config.checkpoint, self.config.data.held_out and self.config.evaluation.every_steps
+        every = evaluates, saved.every_steps, saved.export_every_steps
         return any(self._is_due(step, steps) for steps in every if steps)
 
     def _is_due(self, step: int, every_steps: int) -> bool:

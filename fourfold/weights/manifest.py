@@ -170,6 +170,16 @@ class Manifest:
         return [span for span in self.spans if span.rank == rank]
 
 
+def layout_of_rank_0(tensors: Sequence[TensorSpec], rank_count: int, *, adapter: AdapterSpec | None = None) -> Manifest:
+    """Return the manifest of tensors that rank 0 sends whole; the other ranks have empty shards."""
+    spans, offset = [], 0
+    for index, spec in enumerate(tensors):
+        spans.append(Span(tensor=index, start=0, count=spec.count, rank=0, offset=offset))
+        offset = aligned(offset + spec.byte_count)
+    shards = (offset, *([0] * (rank_count - 1)))
+    return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=shards, adapter=adapter)
+
+
 def aligned(offset: int) -> int:
     """Return `offset` rounded up to a multiple of ALIGNMENT."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

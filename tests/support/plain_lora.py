@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+from fourfold.weights.base_fingerprint import fingerprint, sampled
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 """A [r, in] and B [out, r] by the name of the layer."""
@@ -35,6 +38,14 @@ def read_pairs(folder: Path) -> Pairs:
         name.removeprefix("base_model.model."): (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
         for name in names
     }
+
+
+def fingerprint_of(folder: Path) -> str:
+    """Return the fingerprint of the weights of a model folder; a tied output embedding counts once."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True):
+        tensors.pop("lm_head.weight", None)
+    return fingerprint({n: (tuple(t.shape), t.flatten()[sampled(t.numel())]) for n, t in tensors.items()})
 
 
 def plain_lora(folder: Path, pairs: Pairs, *, scale: float, dtype: torch.dtype = torch.float64) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fourfold.errors import InvalidInput, WrongState
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, layout_of_rank_0
 from fourfold.weights.source.base import dtype_name, synchronize, torch_dtype
 from fourfold.weights.source.fused_params import ParameterSlice, Rename, sent_parameters
 
@@ -41,20 +41,12 @@ class DenseSource:
         self._states = [_state(p) for _, p in self._parameters]
         self._slices: list[tuple[str, torch.Tensor, ParameterSlice]] = []  # of each tensor
         tensors: list[TensorSpec] = []
-        spans: list[Span] = []
-        offset = 0
         for name, parameter, slices in sent:
             for part in slices:
-                spec = TensorSpec(
-                    name=part.name, dtype=dtype_name(dtype or parameter.dtype, part.name), shape=part.shape
-                )
-                spans.append(Span(tensor=len(tensors), start=0, count=spec.count, rank=0, offset=offset))
-                tensors.append(spec)
+                kind = dtype_name(dtype or parameter.dtype, part.name)
+                tensors.append(TensorSpec(name=part.name, dtype=kind, shape=part.shape))
                 self._slices.append((name, parameter, part))
-                offset = aligned(offset + spec.byte_count)
-        self._manifest = Manifest(
-            tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(offset, *([0] * (rank_count - 1)))
-        )
+        self._manifest = layout_of_rank_0(tensors, rank_count)
 
     @property
     def slices(self) -> Sequence[tuple[str, ParameterSlice]]:

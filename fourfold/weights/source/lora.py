@@ -1,4 +1,4 @@
-"""Merges LoRA adapters into the weights sent: engines get W + scale * B A under the names of the base model.
+"""Sends LoRA adapters: alone, or merged into the weights, so that engines get W + scale * B A under the base's names.
 
     W [out, in] base weight, frozen    A [r, in], B [out, r] adapter (Hu et al. 2021, arXiv 2106.09685)   scale a number
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import WrongState
-from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.base import ParameterSource, torch_dtype
+from fourfold.weights.manifest import AdapterSpec, Manifest, Span, TensorSpec, layout_of_rank_0
+from fourfold.weights.source.base import ParameterSource, dtype_name, synchronize, torch_dtype
 from fourfold.weights.source.fused_params import whole_shape
 
 # Elements whose float32 copies exist at the same time: 64 MiB each.
@@ -54,6 +54,61 @@ def merged(weight: Tensor, adapter: Adapter, *, start: int = 0, dtype: torch.dty
         delta = delta[begin - row * width : stop - row * width]
         result[begin - start : stop - start] = weight[begin - start : stop - start] + delta  # float32 by promotion
     return result
+
+
+class AdapterSource:
+    """Adapters alone, for engines that add them to base weights of their own. Rank 0 sends everything."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Any],
+        spec: AdapterSpec,
+        *,
+        rank_count: int,
+        gather: Callable[[], None] | None = None,
+    ) -> None:
+        """Describe adapters.
+
+        Args:
+            parameters: A [r, in] and B [out, r] of each layer, under the names that PEFT writes.
+            spec: rank, scale and base of all of them.
+            rank_count: trainer ranks; all but rank 0 hold empty shards.
+            gather: collective that makes all adapters whole on this rank, called here first. None: they are so already.
+        """
+        self._parameters, self._gather = list(parameters.values()), gather
+        tensors = [
+            TensorSpec(name=name, dtype=dtype_name(one.dtype, name), shape=whole_shape(one))
+            for name, one in parameters.items()
+        ]
+        self._manifest = layout_of_rank_0(tensors, rank_count, adapter=spec)
+        if gather:
+            gather()
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def begin_round(self) -> None:
+        """Gather. Raises WrongState: an adapter is not whole here, or has another shape or dtype than at first."""
+        if self._gather:
+            self._gather()
+        for spec, one in zip(self._manifest.tensors, self._parameters, strict=True):
+            if tuple(one.shape) != spec.shape or one.dtype != torch_dtype(spec.dtype):
+                raise WrongState(
+                    f"{spec.name} is {one.dtype} {tuple(one.shape)} on this rank, the manifest was made for "
+                    f"{spec.dtype} {spec.shape}; gather it, or make a new source"
+                )
+        synchronize(self._parameters[0].device)
+
+    def read(self, span: Span) -> Tensor:
+        flat: Tensor = self._parameters[span.tensor].detach().reshape(-1)
+        return flat[span.start : span.stop]
+
+    def is_view(self, span: Span) -> bool:
+        """Return False: ZeRO-3 may gather an adapter to another address, and a copy of one costs little."""
+        return False
+
+    def end_round(self) -> None:
+        """Do nothing: `read` allocates nothing."""
 
 
 class MergedSource:

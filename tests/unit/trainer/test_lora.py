@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from torch import Tensor
 
 from fourfold.config import LoraConfig
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, WrongState
 from fourfold.install import install_command
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
+from fourfold.weights.manifest import AdapterSpec
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import named_weights
+from fourfold.weights.source.lora import AdapterSource
 from fourfold_trainer.zero.deepspeed_config import deepspeed_config
-from fourfold_trainer.zero.lora import LoraAdapters
+from fourfold_trainer.zero.lora import RECORD_FILE, LoraAdapters, base_fingerprint, check_record
 from tests.support.architectures import build
-from tests.support.plain_lora import put_in
+from tests.support.plain_lora import fingerprint_of, put_in
+from tests.support.tiny_models import write_tiny_model
 from tests.support.trainer_driver import Case, config_of
 from tests.unit.nn.test_packed_models import CPU, batch, plain, scalar
 
@@ -93,6 +99,75 @@ def test_weights_are_sent_under_the_names_that_they_had(name: str) -> None:
     assert [spec.name for spec in DenseSource(model, rename=adapters.rename).manifest().tensors] == wanted
     assert set(adapters.by_weight) < {owner for owner, _ in plain.slices}
     assert all(not p.requires_grad for _, p in named_weights(model, adapters.rename))
+
+
+@needs_peft
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_untied", "gemma2", "phi3", "gpt_neox", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fingerprint_of_the_base_is_that_of_its_files(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, name, dtype="float32")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    forward.install(model)
+    adapters = LoraAdapters(LoraConfig(rank=3), model, source=folder, seed=5)
+    assert adapters.spec == AdapterSpec(rank=3, scale=32 / 3, base=fingerprint_of(folder))
+    other = write_tiny_model(tmp_path / "other", name, seed=1, dtype="float32")
+    assert adapters.spec.base != fingerprint_of(other)
+
+
+@needs_peft
+def test_partitions_have_the_fingerprint_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks take turns: each adds its elements to those of the ranks before."""
+    wanted, sums, found = base_fingerprint(build("mixtral", torch.float32)), [0], []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda joined: sums.append(joined.add_(sums[-1]).clone()))
+    for rank in range(3):
+        model = build("mixtral", torch.float32)
+        for parameter in model.parameters():
+            size = -(-parameter.numel() // 3)
+            padded = torch.nn.functional.pad(parameter.detach().flatten(), (0, 3 * size - parameter.numel()))
+            parameter.ds_shape, parameter.ds_zero_partition_rank = parameter.shape, rank
+            parameter.ds_tensor, parameter.data = padded[rank * size :][:size], torch.empty(0)
+        found.append(base_fingerprint(model))
+    assert found[2] == wanted and wanted not in found[:2]
+
+
+@needs_peft
+def test_adapters_alone_are_sent_as_peft_stores_them(tmp_path: Path) -> None:
+    _, adapters = adapted("llama")
+    for one in adapters.parameters:
+        one.data = one.data.float()
+    source = AdapterSource(adapters.peft_parameters, adapters.spec, rank_count=2)
+    manifest, stored = source.manifest(), tmp_path / "adapter"
+    adapters.write(stored)
+    wanted = safetensors.torch.load_file(stored / "adapter_model.safetensors")
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    assert [spec.name for spec in manifest.tensors[:2]] == [f"{first}A.weight", f"{first}B.weight"]
+    assert sorted(spec.name for spec in manifest.tensors) == sorted(wanted) and not manifest.spans_of_rank(1)
+    source.begin_round()
+    for spec, span in zip(manifest.tensors, manifest.spans, strict=True):
+        assert torch.equal(source.read(span).view(spec.shape), wanted[spec.name])
+    source.end_round()
+    adapters.parameters[0].data = torch.empty(0)
+    with pytest.raises(WrongState, match=r"q_proj.lora_A.weight is torch.float32 \(0,\) on this rank"):
+        source.begin_round()
+
+
+@needs_peft
+def test_a_checkpoint_of_an_older_version_fits_if_its_layers_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, adapters = adapted("llama")
+    adapters.write_record(tmp_path)
+    check_record(tmp_path, adapters)
+    record = json.loads((tmp_path / RECORD_FILE).read_text())
+    (tmp_path / RECORD_FILE).write_text(json.dumps({**record, "base_fingerprint": "0" * 64}))
+    with pytest.raises(
+        WrongState, match="was written on top of the base weights 000000000000, the trainer runs on top"
+    ):
+        check_record(tmp_path, adapters)
+    del record["base_fingerprint"]
+    (tmp_path / RECORD_FILE).write_text(json.dumps({**record, "base": "0" * 64}))
+    check_record(tmp_path, adapters)
+    assert f"Base weights of an older checkpoint not compared. checkpoint={tmp_path}" in caplog.text
 
 
 @needs_peft

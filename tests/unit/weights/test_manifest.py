@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fourfold.errors import InvalidInput
 from fourfold.weights.manifest import (
     MAX_MANIFEST_BYTES,
+    AdapterSpec,
     Manifest,
     Span,
     TensorSpec,
@@ -51,6 +52,19 @@ def test_bytes_are_canonical_and_round_trip(manifest: Manifest) -> None:
     assert again.to_bytes() == data
     assert again.sha256 == manifest.sha256
     assert len(manifest.sha256) == 32
+
+
+def test_the_bytes_of_weights_stay_as_they_were() -> None:
+    """Processes of other versions compare these digests."""
+    digest = Manifest.from_bytes(_bytes(_document())).sha256.hex()
+    assert digest == "c10db45d62276203dd04d81ccb5760a4813640236f43dc8ae41f3f4192dd4a5b"
+
+
+def test_an_adapter_is_told_in_the_manifest() -> None:
+    told = {"base": "0f" * 32, "rank": 8, "scale": 2.0}
+    manifest = Manifest.from_bytes(_bytes({**_document(), "adapter": told}))
+    assert manifest.adapter == AdapterSpec(rank=8, scale=2.0, base="0f" * 32)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
 def test_a_tensor_with_fewer_elements_than_ranks_leaves_ranks_empty() -> None:
@@ -115,6 +129,12 @@ def _break(path: list[Any], value: Any) -> bytes:
         (["spans"], None, "wrong type"),
         (["shard_bytes", 0], 16, "lies at bytes 8 to 24"),
         (["shard_bytes"], [], "0 shards"),
+        (["adapter"], {"base": "0f" * 32, "rank": 0, "scale": 2.0}, "an adapter of rank 0"),
+        (["adapter"], {"base": "0f" * 32, "rank": 8, "scale": -1.0}, "scale -1.0"),
+        (["adapter"], {"base": "0f" * 32, "rank": 8, "scale": 2}, "wrong type"),
+        (["adapter"], {"base": "0F" * 32, "rank": 8, "scale": 2.0}, "64 hexadecimal digits"),
+        (["adapter"], {"rank": 8, "scale": 2.0}, "wrong type"),
+        (["adapter"], None, "wrong type"),
         (["shard_bytes", 0], 1 << 60, r"2\*\*50"),
     ],
 )

@@ -2,20 +2,21 @@
 
     in the model     model.layers.0.self_attn.q_proj.base_layer.weight          frozen
                      model.layers.0.self_attn.q_proj.lora_A.default.weight      trained, and so is lora_B
-    sent, exported   model.layers.0.self_attn.q_proj.weight                     W + scale * B A
+    merged           model.layers.0.self_attn.q_proj.weight                     W + scale * B A
     for PEFT         base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+
+`fourfold.plan.models.sends_adapters` says whether engines get the adapters or merged weights. Exports have both.
 
 Only the adapters, and the head of a reward model, have gradients, master weights and tensors in a checkpoint.
 `policy-lora.json` in a checkpoint records LoRA rank, scale, layers and base weights; a checkpoint that differs in one
-of them is refused.
+of them is refused. Older checkpoints have another digest of the base weights, "base", which is not compared.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import math
+import logging
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,15 +27,18 @@ from fourfold.config import LoraConfig
 from fourfold.errors import ConfigError, WrongState
 from fourfold.install import install_command
 from fourfold.plan.models import select_adapter_layers
-from fourfold.weights.source.fused_params import whole_shape
+from fourfold.weights.base_fingerprint import fingerprint, sampled
+from fourfold.weights.manifest import AdapterSpec
+from fourfold.weights.source.fused_params import sent_parameters
 from fourfold.weights.source.lora import Adapter
 from fourfold_trainer.checkpoint import store
 
 RECORD_FILE: Final = "policy-lora.json"
 _A: Final = ".lora_A.default.weight"  # PEFT names an adapter "default"
 _B: Final = ".lora_B.default.weight"
-# Elements of each base weight in the fingerprint. All elements would take minutes for a large model.
-_FINGERPRINT_ELEMENTS: Final = 1024
+_BASE: Final = "base_fingerprint"
+
+_log = logging.getLogger(__name__)
 
 
 class LoraAdapters:
@@ -68,7 +72,7 @@ class LoraAdapters:
             "rank": config.rank,
             "scale": config.scale,
             "layers": layers,
-            "base": _fingerprint(model),
+            _BASE: base_fingerprint(model),
         }
         of_scores = "TOKEN_CLS" if getattr(model, "scores_steps", False) else "SEQ_CLS"
         self._peft_config: Any = peft.LoraConfig(
@@ -101,15 +105,23 @@ class LoraAdapters:
         """Return the base model's name of a parameter; empty for a parameter of an adapter."""
         return "" if name in self._parameters else name.replace(".base_layer.", ".")
 
+    @property
+    def spec(self) -> AdapterSpec:
+        """What an engine must know of the adapters."""
+        return AdapterSpec(rank=self.record["rank"], scale=self.record["scale"], base=self.record[_BASE])
+
+    @property
+    def peft_parameters(self) -> dict[str, Any]:
+        """All parameters that are trained, by PEFT's names; A before B of each layer."""
+        named = (self._parameters | self._head).items()
+        return {f"base_model.model.{name.replace('.default.', '.')}": parameter for name, parameter in named}
+
     def write(self, folder: Path) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` reads, durably. The adapters must be whole here."""
         settings = self._peft_config.to_dict() | {"inference_mode": True}
         if self._head:  # not before: PEFT would put a module of its own in its place
             settings["modules_to_save"] = ["score"]
-        tensors = {
-            f"base_model.model.{name.replace('.default.', '.')}": parameter.detach().cpu()
-            for name, parameter in (self._parameters | self._head).items()
-        }
+        tensors = {name: parameter.detach().cpu() for name, parameter in self.peft_parameters.items()}
         store.write_adapter(folder, json.dumps(settings, indent=2, sort_keys=True, default=sorted), tensors)
 
     def write_record(self, folder: Path) -> None:
@@ -125,8 +137,10 @@ def check_record(folder: Path, mine: LoraAdapters | None) -> None:
     except (OSError, ValueError) as error:
         raise WrongState(f"{path} cannot be read ({error}); restore another checkpoint") from None
     wanted = mine.record if mine else {}
-    for key in ("rank", "scale", "layers", "base"):
-        if found.get(key) != wanted.get(key):
+    for key in ("rank", "scale", "layers", _BASE):
+        if key == _BASE and found and key not in found:
+            _log.warning("Base weights of an older checkpoint not compared. checkpoint=%s", folder)
+        elif found.get(key) != wanted.get(key):
             raise WrongState(
                 f"{folder} was written {_describe(key, found)}, the trainer runs {_describe(key, wanted)}; start it as "
                 f"it was, or begin a new run from an exported model"
@@ -147,36 +161,29 @@ def _describe(key: str, record: dict[str, Any]) -> str:
 
 
 @torch.no_grad()
-def _fingerprint(model: nn.Module) -> str:
-    """Return a digest of some elements of every weight, which differs between any two trained models.
+def base_fingerprint(model: nn.Module) -> str:
+    """Return the fingerprint of the checkpoint tensors of a model without adapters.
 
-    A collective if the weights are partitioned.
+    A collective if the weights are partitioned. Raises WrongState: they cannot be located in the parameters.
     """
-    digest = hashlib.sha256()
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    samples = {name: _sample(parameter) for name, parameter in parameters.items()}
-    if any(hasattr(parameter, "ds_tensor") for parameter in parameters.values()):
+    sent = [(parameter, one) for _, parameter, slices in sent_parameters(model) for one in slices]
+    samples = [_sample(parameter, one.start + sampled(one.count)) for parameter, one in sent]
+    if any(hasattr(parameter, "ds_tensor") for parameter, _ in sent):
         # Each element is on one rank, and 0 on the others. All are sent at once, as integers, which keep -0.0.
-        joined = torch.cat([sample.view(torch.uint8) for sample in samples.values()]).int()
+        joined = torch.cat([sample.view(torch.int16) for sample in samples]).int()
         torch.distributed.all_reduce(joined)
-        parts = torch.split(joined.to(torch.uint8), [sample.nbytes for sample in samples.values()])
-        samples = dict(zip(samples, parts, strict=True))
-    for name, sample in samples.items():
-        digest.update(f"{name} {whole_shape(parameters[name])} ".encode())
-        digest.update(sample.cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        parts = torch.split(joined.to(torch.int16), [len(sample) for sample in samples])
+        samples = [part.view(torch.bfloat16) for part in parts]
+    return fingerprint({one.name: (one.shape, sample) for (_, one), sample in zip(sent, samples, strict=True)})
 
 
-def _sample(parameter: Any) -> Tensor:
-    """Return evenly spaced elements of a parameter, 1-D; 0 for those that another rank holds."""
-    count = math.prod(whole_shape(parameter))
-    indices = torch.arange(0, count, max(1, count // _FINGERPRINT_ELEMENTS))
+def _sample(parameter: Any, indices: Tensor) -> Tensor:
+    """Return elements of a flattened parameter, bfloat16 [m]; 0 for those that another rank holds."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None:
-        taken: Tensor = parameter.detach().reshape(-1)[indices.to(parameter.device)]
-        return taken
-    indices -= parameter.ds_zero_partition_rank * len(partition)
+        return parameter.detach().reshape(-1)[indices.to(parameter.device)].bfloat16()  # type: ignore[no-any-return]
+    indices = indices - parameter.ds_zero_partition_rank * len(partition)
     mine = (indices >= 0) & (indices < len(partition))
-    sample: Tensor = partition.new_zeros(len(indices), device=parameter.device)
-    sample[mine.to(sample.device)] = partition[indices[mine].to(partition.device)].to(sample.device)
+    sample = torch.zeros(len(indices), dtype=torch.bfloat16, device=parameter.device)
+    sample[mine.to(sample.device)] = partition[indices[mine].to(partition.device)].to(sample)
     return sample

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.integration.test_trainer_deepspeed import check
 from tests.support.fork_server import run_cases
-from tests.support.plain_lora import by_hand, plain_lora, read_pairs
+from tests.support.plain_lora import by_hand, fingerprint_of, plain_lora, read_pairs
 from tests.support.plain_trainer import Arrays, lookup, plain
 from tests.support.trainer_driver import Case
 
@@ -39,8 +39,9 @@ def run(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
 
 
 def case(out: Path, base: Path, name: str, **more: Any) -> Case:
-    """Return a case that saves in OUT/saved NAME."""
-    return Case(**{"name": name, "model": str(base), "lora": LORA, "folder": str(out / f"saved {name}"), **more})
+    """Return a case that saves in OUT/saved NAME, and whose engines get merged weights."""
+    given = {"name": name, "model": str(base), "lora": LORA, "adapters": "merged", **more}
+    return Case(**{"folder": str(out / f"saved {name}"), **given})
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,18 @@ def two(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ar
 
 @pytest.fixture(scope="module")
 def every_stage(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Arrays]]:
-    """One rank at every stage with an average; with gradient checkpoints; in bfloat16; resumed from each other."""
+    """One rank at every stage with an average; with gradient checkpoints; in bfloat16; resumed from each other.
+
+    At stages 0 and 3 engines get adapters.
+    """
     folder = tmp_path_factory.mktemp("stages")
-    cases = [case(folder, llama, f"stage {n}", stage=n, budget=48, ema=DECAY) for n in range(4)]
+    sent = ["auto", "merged", "merged", "auto"]
+    cases = [case(folder, llama, f"stage {n}", stage=n, budget=48, ema=DECAY, adapters=sent[n]) for n in range(4)]
+    again: dict[str, Any] = {"budget": 48, "does": "resume"}
     for n in range(4):
-        cases.append(case(folder, llama, f"resumed {n}", stage=n, budget=48, does="resume", source=cases[n].folder))
-    other = cases[3].folder
-    cases.append(case(folder, llama, "of stage 3", stage=1, budget=48, does="resume", source=other))
+        cases.append(case(folder, llama, f"resumed {n}", stage=n, source=cases[n].folder, adapters=sent[n], **again))
+    cases.append(case(folder, llama, "of stage 3", stage=1, source=cases[3].folder, **again))
+    cases.append(case(folder, llama, "of stage 1", stage=3, source=cases[1].folder, adapters="auto", **again))
     cases.append(case(folder, llama, "checkpointing", stage=3, budget=48, checkpointing=True))
     cases.append(case(folder, llama, "large", stage=3, lora={"rank": 1024, "alpha": 64.0}))
     cases += [case(folder, llama, f"bfloat16 {n}", stage=n, dtype="bfloat16") for n in (1, 2, 3)]
@@ -84,13 +90,20 @@ def check_learning(folder: Path, name: str, seen: Arrays, model: Path) -> None:
 
 
 def check_weights(folder: Path, name: str, moment: str, model: Path) -> None:
-    """An engine gets what is exported, which is what PEFT merges; PEFT's folder gives the same log-probabilities."""
+    """An engine gets what is exported, which is what PEFT merges; PEFT's folder gives the same log-probabilities.
+
+    Or it gets the adapters in PEFT's folder, bit for bit.
+    """
     exported, adapter = folder / f"{name} {moment}", folder / f"{name} {moment}" / "adapter"
     weights = safetensors.torch.load_file(exported / "model.safetensors")
     sent = safetensors.torch.load_file(folder / f"{name} {moment}.safetensors")
     start = safetensors.torch.load_file(model / "model.safetensors")
-    assert set(weights) == set(sent) == set(start)
+    assert set(weights) == set(start)
     pairs = read_pairs(adapter)
+    if "model.layers.0.self_attn.q_proj.weight" not in sent:
+        check_adapters(folder, f"{name} {moment}", adapter, model)
+        sent = weights
+    assert set(sent) == set(start)
     moved = {key for key in start if not torch.equal(start[key], weights[key])}
     assert moved == (set() if moment == "0" else {f"{layer}.weight" for layer in pairs})
     for key, wanted in by_hand(model, pairs, scale=SCALE).items():
@@ -102,6 +115,15 @@ def check_weights(folder: Path, name: str, moment: str, model: Path) -> None:
     np.testing.assert_allclose(lookup(tuned), lookup(plainly), atol=2e-5)
     for key, value in tuned.merge_and_unload().state_dict().items():
         torch.testing.assert_close(weights[key], value, rtol=1e-6, atol=1e-7)
+
+
+def check_adapters(folder: Path, name: str, wanted: Path, model: Path) -> None:
+    """An engine got the tensors of PEFT's folder `wanted`, and was told what they are."""
+    with safetensors.safe_open(folder / f"{name}.safetensors", framework="pt") as sent:
+        tensors = safetensors.torch.load_file(wanted / "adapter_model.safetensors")
+        assert set(sent.keys()) == set(tensors)
+        assert all(torch.equal(sent.get_tensor(key), tensor) for key, tensor in tensors.items())
+        assert json.loads(sent.metadata()["adapter"]) == {"rank": 4, "scale": SCALE, "base": fingerprint_of(model)}
 
 
 def read(folder: Path, name: str) -> dict[str, Tensor]:
@@ -128,6 +150,12 @@ def test_engines_and_exports_get_the_sum_from_two_ranks(two: tuple[Path, Arrays]
     if moment != "2":
         plainly: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / f"run {moment}")
         np.testing.assert_allclose(lookup(plainly), seen["before" if moment == "0" else "after"], atol=2e-4)
+
+
+def test_engines_get_whole_adapters_from_two_ranks(llama: Path, tmp_path: Path) -> None:
+    run([case(tmp_path, llama, "run", ranks=2, budget=64, adapters="auto")], tmp_path)
+    for moment in ("0", "2", "3"):
+        check_weights(tmp_path, "run", moment, llama)
 
 
 def test_a_checkpoint_holds_the_adapters_alone(two: tuple[Path, Arrays], llama: Path) -> None:
@@ -189,9 +217,22 @@ def test_adapters_above_deepspeeds_limit_stay_whole_too(every_stage: tuple[Path,
     assert np.abs(seen["large"]["after"] - seen["large"]["before"]).max() > 0.05
 
 
-def test_another_stage_goes_on(every_stage: tuple[Path, dict[str, Arrays]]) -> None:
-    _, seen = every_stage
-    np.testing.assert_allclose(seen["of stage 3"]["after"], seen["stage 3"]["after"], atol=2e-5)
+def test_another_stage_goes_on_and_sends_in_another_way(
+    every_stage: tuple[Path, dict[str, Arrays]], llama: Path
+) -> None:
+    folder, seen = every_stage
+    for before in (1, 3):
+        np.testing.assert_allclose(seen[f"of stage {before}"]["after"], seen[f"stage {before}"]["after"], atol=2e-5)
+    check_adapters(folder, "of stage 1 2", folder / "stage 1 2" / "adapter", llama)
+    merged = safetensors.torch.load_file(folder / "stage 3 2" / "model.safetensors")
+    for key, value in read(folder, "of stage 3 2").items():
+        torch.testing.assert_close(value, merged[key], rtol=1e-6, atol=1e-7)
+
+
+def test_the_base_has_one_fingerprint(every_stage: tuple[Path, dict[str, Arrays]], llama: Path) -> None:
+    records = [json.loads(path.read_text()) for path in every_stage[0].glob("saved */policy-lora.json")]
+    assert len(records) >= 9  # every stage, float32 and bfloat16
+    assert {record["base_fingerprint"] for record in records} == {fingerprint_of(llama)}
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm"
     receiver.receive(epoch, sink, Deadline(_TIMEOUT))
     assert digest_of(manifest, partial_sums(manifest, sink.taken)) == sent.weights_digest
     tensors = dict(zip((spec.name for spec in manifest.tensors), sink.tensors(), strict=True))
-    safetensors.torch.save_file(tensors, out / f"{run.case.name} {moment}.safetensors")
+    notes = {"adapter": json.dumps(asdict(manifest.adapter))} if manifest.adapter else None
+    safetensors.torch.save_file(tensors, out / f"{run.case.name} {moment}.safetensors", metadata=notes)
     receiver.close()
 
 

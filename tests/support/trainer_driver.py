@@ -78,6 +78,7 @@ class Case:
     source: str = ""  # folder of another case's checkpoint
     ema: float = 0.0
     lora: dict[str, Any] = field(default_factory=dict)
+    adapters: str = "auto"
     liger: bool = False
     optimizer: str = "adamw"
     offload: str = "none"
@@ -124,6 +125,7 @@ def config_of(case: Case) -> Config:
             },
             "sampling": {"max_new_tokens": 8},
             "algorithm": case.algorithm,
+            "weights": {"adapters": case.adapters},
             "critic": {
                 "source": case.critic_source,
                 "ranks": case.critic_ranks,

@@ -21,10 +21,11 @@ from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.scores import scored_rows
 from fourfold.nn.sequence import Exchange
+from fourfold.plan.models import sends_adapters
 from fourfold.weights.source.base import ParameterSource, WeightSource
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import SentParameter, sent_parameters, whole_shape
-from fourfold.weights.source.lora import MergedSource, merged
+from fourfold.weights.source.lora import AdapterSource, MergedSource, merged
 from fourfold.weights.source.zero3 import Zero3Source, gathering, make_whole
 from fourfold_trainer.checkpoint import model_export
 from fourfold_trainer.zero import lora
@@ -189,21 +190,22 @@ class DeepSpeedPolicy(DeepSpeedModel):
         )
 
     def weight_source(self) -> WeightSource:
-        adapters = self._adapters
+        adapters, ranks = self._adapters, self._rank_count
+
+        def gather() -> None:
+            if self._stage == 3 and adapters is not None:
+                make_whole(self._engine, adapters.parameters)
+
+        model = self._config.model.model_copy(update={"source": str(self._source_folder)})  # its place on this machine
+        if adapters is not None and sends_adapters(self._config.model_copy(update={"model": model})):
+            return AdapterSource(adapters.peft_parameters, adapters.spec, rank_count=ranks, gather=gather)
         rename = adapters.rename if adapters is not None else None
         source: ParameterSource = (
             Zero3Source(self._engine, rename=rename)
             if self._stage == 3
-            else DenseSource(self._model, rank_count=self._rank_count, rename=rename)
+            else DenseSource(self._model, rank_count=ranks, rename=rename)
         )
-        if adapters is None:
-            return source
-
-        def gather() -> None:
-            if self._stage == 3:
-                make_whole(self._engine, adapters.parameters)
-
-        return MergedSource(source, adapters.by_weight, gather=gather)
+        return source if adapters is None else MergedSource(source, adapters.by_weight, gather=gather)
 
     def save(self, folder: Path, name: str) -> None:
         super().save(folder, name)

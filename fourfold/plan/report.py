@@ -42,13 +42,12 @@ from fourfold.plan.memory import (
     kv_bytes_per_token,
     kv_cache_tokens,
     memory_plan,
-    weight_bytes,
 )
 from fourfold.plan.models import AdapterPlan, check_context, check_sequence_parallel, model_sizes
 from fourfold.plan.placement import gpu_plan, memory_warnings, node_plan
 from fourfold.plan.preflight import Preflight, RenderedRow, check_recipe
 from fourfold.plan.speed import SpeedPredictor, load_predictor
-from fourfold.plan.weight_update import update_cost
+from fourfold.plan.weight_update import lora_update, update_bytes, update_cost
 from fourfold.text import align_columns, printable
 
 _WIDTH: Final = 110
@@ -200,11 +199,12 @@ def _model(config: Config, shape: ModelShape) -> str:
 
 def _lora(config: Config, shape: ModelShape, adapters: AdapterPlan) -> str:
     lora = config.trainer.lora
-    share = adapters.parameter_count / shape.parameter_count
+    share, update = adapters.parameter_count / shape.parameter_count, lora_update(config, shape)
+    sent = f" {update[0].upper()}{update[1:]}." if update else ""
     return (
         f"adapters of rank {lora.rank} in {adapters.layers:,} linear layers ({', '.join(adapters.kinds)}), scale "
         f"{lora.scale:g}: {adapters.parameter_count / 1e6:,.2f}M parameters are trained, {share:.2%} of the model's; "
-        f"the others are frozen. Engines and exports get the merged weights."
+        f"the others are frozen.{sent} Exports hold the merged weights and the adapters."
     )
 
 
@@ -524,8 +524,10 @@ def _weights(config: Config, shape: ModelShape) -> list[str]:
         begin = f"in the first {weights.verify_first} updates and " if weights.verify_first else ""
         every = f"every {weights.verify_every} versions"
         verified = f"Checksums of all tensors are compared with the trainer's {begin}{every}, {probe}."
+    size = update_bytes(config, shape)
+    amount = f"{size / GIB:.2f} GiB" if size > GIB // 20 else f"{size / 1e6:.1f} MB"
     return [
-        f"{weight_bytes(config, shape) / GIB:.2f} GiB go to {receivers} after every step, {path}.",
+        f"{amount} go to {receivers} after every step, {path}.",
         f"{_WEIGHT_PAUSES[config.pause_mode]} {verified}",
         update_cost(config, shape),
     ]

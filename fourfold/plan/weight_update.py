@@ -17,7 +17,8 @@ from typing import Final
 from fourfold.bounds import chunk_bytes
 from fourfold.config import Config
 from fourfold.model.folder import ModelShape
-from fourfold.plan.memory import weight_bytes
+from fourfold.plan.memory import BYTES_PER_WEIGHT, weight_bytes
+from fourfold.plan.models import adapter_obstacle, adapter_plan, sends_adapters
 
 _GBIT: Final = 1e9 / 8
 _NETWORKS: Final = (10, 100)  # Gbit/s
@@ -25,6 +26,24 @@ _NETWORKS: Final = (10, 100)  # Gbit/s
 _CHUNK_SECONDS: Final = 0.3e-3
 # Measured: copies of one core into shared memory.
 _MEMORY_BYTES_PER_SECOND: Final = 5e9
+
+
+def update_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of one update: those of the LoRA adapters, or of all weights."""
+    adapters = adapter_plan(config) if sends_adapters(config) else None
+    if adapters is None:
+        return weight_bytes(config, shape)
+    return adapters.parameter_count * BYTES_PER_WEIGHT[config.model.dtype]
+
+
+def lora_update(config: Config, shape: ModelShape) -> str:
+    """Return what the engines of a run with `trainer.lora` get, a clause; empty: the run has none, or no engines."""
+    if not config.trainer.lora.rank or not config.needs_engines:
+        return ""
+    size, obstacle = f"{update_bytes(config, shape) / 1e6:,.1f} MB per update", adapter_obstacle(config)
+    return (
+        f"engines get merged weights, because {obstacle}: {size}" if obstacle else f"engines get the adapters: {size}"
+    )
 
 
 def chain_seconds(byte_count: int, engines: int, bytes_per_second: float) -> float:
@@ -35,7 +54,7 @@ def chain_seconds(byte_count: int, engines: int, bytes_per_second: float) -> flo
 
 def update_cost(config: Config, shape: ModelShape) -> str:
     """Return a sentence on the path of the weights, its reason and its duration."""
-    byte_count, engines = weight_bytes(config, shape), config.rollout_replicas
+    byte_count, engines = update_bytes(config, shape), config.rollout_replicas
     backend = config.weights.backend
     if backend == "gloo" and engines > 1:
         times = " and ".join(_chain_text(byte_count, engines, gbit) for gbit in _NETWORKS)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from fourfold.host.imports import fast_imports
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.plan.batch import COORDINATOR_SHARE, engine_limits
+from fourfold.plan.weight_update import lora_update
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["RolloutService"]
 _CONTROL_SERVICE: Final = control_pb.DESCRIPTOR.services_by_name["RolloutControlService"]
+_log = logging.getLogger(__name__)
 
 
 def main(options: ServeOptions) -> int:
@@ -52,6 +55,8 @@ def main(options: ServeOptions) -> int:
     folder = model_folder.resolve(config.model.source, config.data.chat_template)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
     settings = engine_settings(config, pool, folder)
+    if update := lora_update(config, model_folder.shape(config.model.source)):
+        _log.info("Weight updates chosen: %s", update)
     environment.prepare(settings, options.host)
     with fast_imports():
         from fourfold_rollout.vllm.engine import VllmEngine

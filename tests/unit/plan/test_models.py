@@ -17,14 +17,15 @@ from fourfold.model import folder as model_folder
 from fourfold.plan import report
 from fourfold.plan.memory import checkpoint_bytes, memory_plan
 from fourfold.plan.models import adapter_plan, linear_shapes, model_sizes, select_adapter_layers
+from fourfold.plan.weight_update import lora_update
 from tests.support.tiny_models import write_tiny_model
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
 NAMES = ["layers.0.attn.q_proj", "layers.0.attn.v_proj", "layers.0.mlp.up_proj", "layers.1.attn.q_proj"]
 
 
-def recipe(**lora: Any) -> Config:
-    data = configuration.load(QUICKSTART).model_dump()
+def recipe(*, changes: dict[str, Any] | None = None, **lora: Any) -> Config:
+    data = configuration.load(QUICKSTART).model_dump() | (changes or {})
     data["model"]["dtype"] = "bfloat16"  # the base model's; adapters have float32 masters beside it
     data["trainer"]["lora"] = lora
     return Config.model_validate(data)
@@ -87,8 +88,20 @@ def test_the_plan_counts_the_trained_parameters() -> None:
         "scale 2: 4.88M parameters are trained, 3.63% of the model's"
     ) in said
     assert "checkpoints of about 0.1 GiB" in said
+    assert "the others are frozen. Engines get the adapters: 9.8 MB per update. Exports hold the merged" in said
+    assert "9.8 MB go to the engine" in said
     assert "lora" not in report.describe(recipe())
     assert adapter_plan(recipe()) is None
+
+
+def test_the_plan_says_why_engines_get_merged_weights() -> None:
+    merged = recipe(rank=16, changes={"weights": {"adapters": "merged"}})
+    said = " ".join(report.describe(merged).split())
+    assert 'Engines get merged weights, because weights.adapters = "merged": 269.0 MB per update. Exports' in said
+    assert "0.25 GiB go to the engine" in said
+    high = recipe(rank=513)
+    assert "because vLLM takes adapters up to rank 512: 269.0 MB" in lora_update(high, model_sizes(high).policy)
+    assert lora_update(recipe(), model_sizes(recipe()).policy) == ""
 
 
 def test_the_plan_counts_masters_and_checkpoints_of_adapters_alone() -> None:

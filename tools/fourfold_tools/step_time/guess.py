@@ -23,6 +23,7 @@ from fourfold.host.hardware import Gpu
 from fourfold.model.folder import ModelShape
 from fourfold.plan.memory import kv_bytes_per_token, weight_bytes
 from fourfold.plan.models import ModelSizes
+from fourfold.plan.weight_update import update_bytes
 from fourfold.rollout.engine_step import EngineStep
 from fourfold.text import format_duration
 from fourfold_tools.step_time.cost import Rates, predict
@@ -118,7 +119,7 @@ def guess(config: Config, sizes: ModelSizes, device: Device, prompt_tokens: floa
         samples = config.batch.prompts_per_step * config.batch.group_size
         passes = samples * tokens * _forward_flop(sizes.reference or shape, tokens)
         reference = passes / max(config.reference.replicas, 1) / device.train_flops
-    publish = device.publish_seconds + weight_bytes(config, shape) / device.copy_bytes_per_second
+    publish = device.publish_seconds + update_bytes(config, shape) / device.copy_bytes_per_second
     return Basis(
         rates=Rates(
             engine_step=engine,

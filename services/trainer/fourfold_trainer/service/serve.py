@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
+from typing import Final
 
 from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
 from fourfold.host.network import NCCL_VARIABLE, nccl_interface
@@ -12,6 +14,7 @@ from fourfold.host.process import NOTICE
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.plan.models import check_sequence_parallel
+from fourfold.plan.weight_update import lora_update
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
@@ -24,6 +27,8 @@ from fourfold_trainer.service.rank_rendezvous import RankRendezvous, check_ranks
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
+
+_log: Final = logging.getLogger("fourfold.trainer")
 
 
 def main(options: ServeOptions) -> int:
@@ -57,6 +62,8 @@ async def _serve(options: ServeOptions) -> tuple[int, RankRendezvous | None]:
     def make_engine() -> DistributedEngine:
         folder = model_folder.resolve(config.model.source, config.data.chat_template)
         check_sequence_parallel(config)
+        if update := lora_update(config, model_folder.shape(config.model.source)):
+            _log.info("Weight updates chosen: %s", update)
         servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
         others = None if point is None else point.gather(folder, loop)
         count = len(options.ranks or range(config.trainer.ranks)) if others is None else others.machines[-1].stop

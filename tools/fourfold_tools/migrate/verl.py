@@ -111,6 +111,7 @@ _MODELS: Final = [
     row(f"{_MODEL}.lora_rank", "int", 0, "trainer.lora.rank", older=f"{_MODEL}.lora.rank"),
     row(f"{_MODEL}.lora_alpha", "float", 16.0, "trainer.lora.alpha", "with lora_rank", older=f"{_MODEL}.lora.alpha"),
     row(f"{_MODEL}.target_modules", "texts", ("all-linear",), "trainer.lora.target_modules", "with lora_rank"),
+    row(f"{_MODEL}.lora.merge", "bool", False, "weights.adapters", "with lora_rank; true: merged"),
     row(f"{_ACTOR}.optim.lr", "float", 1e-6, "trainer.learning_rate"),
     row(f"{_ACTOR}.optim.weight_decay", "float", 0.01, "trainer.weight_decay"),
     row(f"{_ACTOR}.optim.betas", "pair", (0.9, 0.999), "trainer.adam_betas"),
@@ -224,7 +225,7 @@ PATTERNS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"override_config|custom_chat_template|torch_dtype$",
          "no equivalent: change config.json of the model's folder"),
         (r"exclude_modules$|lora_adapter_path$|model\.lora\.(a2a_experimental|adapter_path|dropout(_position)?|dtype|"
-         r"freeze_\w+|lora_[AB]_init_method|merge|target_modules|type)$",
+         r"freeze_\w+|lora_[AB]_init_method|target_modules|type)$",
          "no equivalent: LoRA begins anew, without dropout, on linear layers by their names in transformers"),
         (r"\.mtp(\.|$)|router_replay|routing_replay", "no equivalent: multi-token prediction and router replay"),
         (r"calculate_(log_probs|entropy)$", "not needed: every token has its log-probability, every step its entropy"),

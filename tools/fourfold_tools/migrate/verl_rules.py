@@ -485,8 +485,10 @@ def _models(draft: Draft, options: Options) -> None:
     if flags[f"{_MODEL}.lora_rank"]:
         draft.set("trainer.lora.alpha", flags[f"{_MODEL}.lora_alpha"], f"{_MODEL}.lora_alpha")
         draft.set("trainer.lora.target_modules", list(flags[f"{_MODEL}.target_modules"]), f"{_MODEL}.target_modules")
+        draft.set("weights.adapters", "merged" if flags[f"{_MODEL}.lora.merge"] else "auto", f"{_MODEL}.lora.merge")
     else:
-        draft.leave("not needed without lora_rank", f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules")
+        names = (f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules", f"{_MODEL}.lora.merge")
+        draft.leave("not needed without lora_rank", *names)
     if not _has_critic(draft):
         estimator = flags["algorithm.adv_estimator"]
         names = [name for name in flags.table if name.startswith("critic.")]

@@ -378,6 +378,12 @@ def test_a_wrong_name_beside_converted_options_is_unknown_and_counted(name: str,
     )
 
 
+def test_adapters_are_merged_for_engines_where_verl_merges_them() -> None:
+    options = GRPO + "actor_rollout_ref.model.lora_rank=8 "
+    assert recipe_of(options).weights.adapters == "auto"
+    assert recipe_of(options + "actor_rollout_ref.model.lora.merge=True").weights.adapters == "merged"
+
+
 def test_a_script_of_another_trainer_is_refused_or_named() -> None:
     other = GRPO.replace("verl.trainer.main_ppo", "recipe.entropy.main_entropy").replace(" ", " \\\n")
     assert "the script runs recipe.entropy.main_entropy" in draft_of(other).checks[0]

@@ -80,6 +80,29 @@ def test_a_value_that_vllm_refuses_is_named_before_anything_starts(tiny_model: C
         launch(settings, fork=False)
 
 
+@pytest.mark.parametrize(("rank", "highest"), [(1, 1), (9, 16), (500, 512)])
+def test_engines_for_adapters_leave_the_output_embeddings_alone(
+    tiny_model: Callable[..., Path], rank: int, highest: int
+) -> None:
+    found = config(tiny_model("qwen2"), adapter_rank=rank, adapter_layers=("q_proj", "up_proj")).lora_config
+    assert (found.max_lora_rank, found.max_loras, found.target_modules) == (highest, 1, ["q_proj", "up_proj"])
+    assert config(tiny_model("qwen2")).lora_config is None
+
+
+def test_a_model_without_adapters_in_vllm_is_refused_before_anything_starts(tiny_model: Callable[..., Path]) -> None:
+    from fourfold_rollout.vllm.launch import launch
+
+    settings = EngineSettings(
+        folder=tiny_model("gpt2"), dtype="bfloat16", max_context_tokens=512, max_concurrent_samples=4,
+        max_batched_tokens=512, enforce_eager=True, kv_cache_gib=1, gpus=0, gpu_memory_utilization=0.5, seed=0,
+        adapter_rank=4, adapter_layers=("c_fc",),
+    )  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r'GPT2LMHeadModel, which takes no LoRA adapters; set weights.adapters = "merged"'
+    ):
+        launch(settings, fork=False)
+
+
 def test_the_lowest_temperature_is_the_lowest_that_vllm_takes_as_it_is() -> None:
     from vllm import SamplingParams
 

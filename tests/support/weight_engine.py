@@ -55,13 +55,18 @@ class Engine:
         self._call("load", str(folder), arguments)
 
     def generate(self) -> Output:
-        """Return greedy completions of PROMPTS."""
+        """Return greedy completions of PROMPTS, of the policy's adapter if the engine takes adapters."""
         result: Output = self._call("generate")
         return result
 
     def verb(self, name: str, *args: Any) -> Any:
         """Call a verb of `WeightWorker`; raise what it answered as an error."""
         return unwrap(self._call("verb", name, args))[0]
+
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        """Call a verb as vLLM's `LLM` does, for a `Publisher`."""
+        replies: list[Any] = self._call("verb", method, args)
+        return replies
 
     def prove(self) -> None:
         """Let the engine prove itself, as the rollout service does; once per engine, and before anything is sent."""
@@ -174,8 +179,13 @@ class _Serving:
 
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS, logprobs=0, ignore_eos=True)
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+        adapter = None
+        if self._llm.llm_engine.vllm_config.lora_config is not None:
+            from vllm.lora.request import LoRARequest
+
+            adapter = LoRARequest("policy", 1, "memory")
         result = []
-        for answer in self._llm.generate(prompts, sampling, use_tqdm=False):
+        for answer in self._llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter):
             tokens = list(answer.outputs[0].token_ids)
             logprobs = [entry[token].logprob for token, entry in zip(tokens, answer.outputs[0].logprobs, strict=True)]
             result.append((tokens, logprobs))

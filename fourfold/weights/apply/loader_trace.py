@@ -75,7 +75,13 @@ def check_fits(trace: LoaderTrace) -> None:
 
 
 def meta_tensors(manifest: Manifest) -> NamedTensors:
-    """Yield the manifest's tensors on the meta device."""
+    """Yield the manifest's tensors on the meta device. Raises WrongState: they are adapters and no weights."""
+    if manifest.adapter is not None:
+        raise WrongState(
+            "the trainer sends LoRA adapters, and this engine was started for whole weights; start trainer and engine "
+            "with the same trainer.lora and weights.adapters",
+            reason=MODEL_MISMATCH,
+        )
     for spec in manifest.tensors:
         yield spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
 

@@ -17,11 +17,15 @@ import functools
 import logging
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader import base_loader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -36,11 +40,14 @@ from vllm.platforms import current_platform
 from fourfold.address import LOOPBACK
 from fourfold.errors import FourfoldError, Internal, WrongState
 from fourfold.host.process_tree import die_with, die_with_parent, parent_of
+from fourfold.weights.apply.adapter import POLICY_ADAPTER, AdapterApplier, folder_samples
 from fourfold.weights.apply.direct import DirectApplier
 from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors, load_refused
 from fourfold.weights.apply.proof import Proof, kept_tensors, prove, tensor_sums
 from fourfold.weights.apply.reload import ReloadApplier
+from fourfold.weights.base_fingerprint import fingerprint
 from fourfold.weights.consensus import GroupConsensus
+from fourfold.weights.manifest import AdapterSpec
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.base import synchronize
 from fourfold.weights.source.fused_params import storage_id
@@ -107,7 +114,7 @@ def _record_loads() -> None:
     @functools.wraps(construct)
     def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model: torch.nn.Module = construct(vllm_config, *args, **kwargs)
-        if is_verified(vllm_config, current_platform.device_type):
+        if vllm_config.lora_config is not None or is_verified(vllm_config, current_platform.device_type):
             return model
         vars(model)[_CONSTRUCTED] = {name: tensor_sums(tensor) for name, tensor in kept_tensors(model).items()}
         return model
@@ -323,14 +330,84 @@ class VllmModel:
         self._expert_kernels = []
 
 
+class VllmAdapters:
+    """The LoRA adapters of a worker's model, which was started with `enable_lora`: implements `AdapterModel`."""
+
+    def __init__(self, worker: Any) -> None:
+        self._config, self._device = worker.vllm_config, worker.device
+        self._manager: Any = worker.model_runner.lora_manager._adapter_manager
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        if mapper is not None:  # without the rules that join layers; the second name is that of vLLM 0.26
+            get = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+            mapper = get()
+        self._mapper = mapper
+        parts = [name for names in self._manager.packed_modules.values() for name in names]
+        self._places = {*self._manager.modules, *parts}
+
+    @functools.cached_property
+    def _base(self) -> tuple[str, dict[str, tuple[int, ...]]]:
+        model = self._config.model_config
+        tied = bool(getattr(model.hf_config.get_text_config(), "tie_word_embeddings", False))
+        samples = folder_samples(Path(model.model), tied=tied)
+        return fingerprint(samples), {name: shape for name, (shape, _) in samples.items()}
+
+    @property
+    def max_rank(self) -> int:
+        return int(self._config.lora_config.max_lora_rank)
+
+    @property
+    def base(self) -> str:
+        return self._base[0]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._base[1]
+
+    def takes(self, layer: str) -> bool:
+        name, _ = parse_fine_tuned_lora_name(f"base_model.model.{layer}.lora_A.weight", self._mapper)
+        return name in self._places
+
+    def serve_base(self, number: int) -> None:
+        """Register vLLM's adapter of zeros, so that requests may name the adapter before the first update.
+
+        Call it after vLLM's warm-up, which removes all adapters.
+        """
+        self._replace(self._manager.create_dummy_lora(number, 1, {}))
+
+    def prepare(self, number: int, adapter: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        helper = PEFTHelper(r=adapter.rank, lora_alpha=1, target_modules=[])
+        helper.vllm_lora_scaling_factor = adapter.scale
+        lora = LoRAModel.from_lora_tensors(
+            number,
+            dict(tensors),
+            helper,
+            device="cpu",
+            dtype=self._config.lora_config.lora_dtype,
+            weights_mapper=self._mapper,
+        )
+        return lambda: self._replace(lora)
+
+    def _replace(self, lora: LoRAModel) -> None:
+        """Register and activate: values written only into vLLM's slot are lost when it is filled again."""
+        with torch.inference_mode():
+            self._manager.remove_adapter(lora.id)
+            self._manager.add_adapter(lora)
+            self._manager.activate_adapter(lora.id)
+        synchronize(self._device)
+
+
 class WeightWorker:
     """The methods that the service calls in every worker. Mixed into vLLM's worker, so it has no __init__."""
 
     _fourfold_receiver: WeightReceiver | None = None
     _fourfold_proof: Proof | None = None
+    _fourfold_adapters: VllmAdapters | None = None
 
     def weights_describe(self) -> Any:
-        """Return device_type ("cpu" or "cuda"), device_uuids (16 bytes each, none on CPU) and backends."""
+        """Return device_type ("cpu" or "cuda"), device_uuids (16 bytes each, none on CPU) and backends.
+
+        With `enable_lora`, requests may name adapter `POLICY_ADAPTER` from now on.
+        """
         return _reply(self._fourfold_describe)
 
     def weights_prove(self) -> Any:
@@ -342,7 +419,8 @@ class WeightWorker:
         def run() -> dict[str, Any]:
             if self._fourfold_proof is None:
                 self._fourfold_proof = Proof(refusal="the proof failed; see the engine's log", intact=False)
-                self._fourfold_proof = _prove(VllmModel(self))
+                adapters = self._fourfold_serve_adapters()
+                self._fourfold_proof = _prove(VllmModel(self)) if adapters is None else _prove_adapters(adapters)
             return {"refusal": self._fourfold_proof.refusal, "intact": self._fourfold_proof.intact}
 
         return _reply(run)
@@ -417,7 +495,15 @@ class WeightWorker:
             self._fourfold_receiver = WeightReceiver(proof.appliers, device, _consensus())
         return self._fourfold_receiver
 
+    def _fourfold_serve_adapters(self) -> VllmAdapters | None:
+        """Serve the base as an adapter, once; None if the engine was started for whole weights."""
+        if self._fourfold_adapters is None and self.vllm_config.lora_config is not None:  # type: ignore[attr-defined]
+            self._fourfold_adapters = VllmAdapters(self)
+            self._fourfold_adapters.serve_base(POLICY_ADAPTER)
+        return self._fourfold_adapters
+
     def _fourfold_describe(self) -> dict[str, Any]:
+        self._fourfold_serve_adapters()
         device: torch.device = self.device  # type: ignore[attr-defined]
         gpus = [device] if device.type == "cuda" else []
         return {
@@ -443,6 +529,15 @@ def _prove(model: VllmModel) -> Proof:
     if model.needs_no_proof():
         return Proof(appliers=appliers)
     return prove(model, appliers)
+
+
+def _prove_adapters(adapters: VllmAdapters) -> Proof:
+    """Return the applier of adapters. It needs no proof, because no update changes the weights; read these now."""
+    try:
+        _log.info("Base weights read. fingerprint=%s", adapters.base)
+    except FourfoldError as error:
+        return Proof(refusal=error.message)
+    return Proof(appliers=(AdapterApplier(adapters),))
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -48,6 +48,8 @@ class EngineSettings:
     seed: int
     sleep_mode: bool = False  # lets the engine free its memory between steps; no effect on CPU
     quantization: str = ""  # vLLM's name of a weight format; empty: the checkpoint's own
+    adapter_rank: int = 0  # rank of the LoRA adapters that updates bring; 0: updates bring whole weights
+    adapter_layers: tuple[str, ...] = ()  # last parts of the names of their layers, such as q_proj
     options: Mapping[str, Any] = field(default_factory=dict)  # vLLM's options by their own names, checked at the start
     options_key: str = "rollout.vllm"  # key of the recipe, for messages
     disabled_patches: frozenset[str] = frozenset()  # disabled patches of vLLM; see vllm/patches/README.md

@@ -20,6 +20,7 @@ from fourfold.host.imports import fast_imports
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.plan.batch import COORDINATOR_SHARE, engine_limits
+from fourfold.plan.models import adapter_plan, sends_adapters
 from fourfold.plan.weight_update import lora_update
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
@@ -106,6 +107,7 @@ def engine_settings(config: Config, pool: RolloutPool, folder: Path) -> EngineSe
     limits = engine_limits(config, pool)
     on_cpu = pool.gpus_per_replica == 0
     assert pool.dtype, "filled in by `Config.rollout_pools`"
+    adapters = adapter_plan(config) if sends_adapters(config) else None
     return EngineSettings(
         folder=folder,
         dtype=pool.dtype,
@@ -121,6 +123,8 @@ def engine_settings(config: Config, pool: RolloutPool, folder: Path) -> EngineSe
         seed=config.seed,
         sleep_mode=config.rollout.sleep_mode,
         quantization=pool.quantization,
+        adapter_rank=config.trainer.lora.rank if adapters else 0,
+        adapter_layers=adapters.kinds if adapters else (),
         options=pool.vllm,
         options_key=pool.key("vllm"),
         disabled_patches=frozenset(pool.disabled_vllm_patches),

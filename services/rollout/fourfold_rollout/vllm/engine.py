@@ -19,9 +19,11 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
+from fourfold.weights.apply.adapter import POLICY_ADAPTER
 from fourfold.weights.worker_control import AbortFlag, not_proven, unwrap, unwrap_same
 from fourfold_rollout.engine import (
     EngineDescription,
@@ -60,6 +62,9 @@ class VllmEngine:
         self._launched = launched
         self._settings = settings
         self._llm = launched.llm
+        # All requests name the adapter: on a CPU vLLM gives a request without one that of the last slot. The workers
+        # have it, so nothing reads the path, which vLLM requires.
+        self._adapter = LoRARequest("policy", POLICY_ADAPTER, "memory") if settings.adapter_rank else None
         self._barrier = OutputBarrier(launched.llm)
         self._abort_path = launched.scratch.path / _ABORT_FLAG
         self._abort_flag = AbortFlag.create(self._abort_path)
@@ -191,7 +196,8 @@ class VllmEngine:
         number = next(self._probe_numbers)
         # vLLM reads no cached prefix for a request with prompt_logprobs. The salt prevents that others read this one.
         prompt = tokens_input(ids, cache_salt=f"probe-{number}")
-        collector = await self._llm.add_request(f"probe-{number}", prompt, probe_params(first=first))
+        params = probe_params(first=first)
+        collector = await self._llm.add_request(f"probe-{number}", prompt, params, lora_request=self._adapter)
         done = False
         try:
             result: Any = await self._unless_dead(collector.get(), None)
@@ -301,7 +307,8 @@ class VllmEngine:
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
         with ExitStack() as on_error:
             on_error.callback(sample.release)
-            collector = await self._llm.add_request(request.key, prompt, sampling_params(request, row, table))
+            params = sampling_params(request, row, table)
+            collector = await self._llm.add_request(request.key, prompt, params, lora_request=self._adapter)
             on_error.pop_all()
         self._running.samples.add(sample)
         sample.attach(collector)

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from fourfold.errors import ConfigError
@@ -56,6 +57,12 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         options["enable_chunked_prefill"] = False
     if settings.quantization:
         options["quantization"] = _QUANTIZATIONS[settings.quantization]
+    if settings.adapter_rank:
+        options["enable_lora"], options["max_loras"] = True, 1
+        options["max_lora_rank"] = next(rank for rank in get_args(MaxLoRARanks) if rank >= settings.adapter_rank)
+        # Otherwise vLLM wraps the output embeddings, too. On CPU any request with prompt_logprobs then ends the engine.
+        # vLLM itself finds the layers that it keeps as one, such as qkv_proj, by the names of their parts.
+        options["lora_target_modules"] = list(settings.adapter_layers)
     sequences, largest_graph = graph_limits(settings.max_concurrent_samples)
     if not settings.enforce_eager and "cudagraph_capture_sizes" not in settings.options:
         options["max_cudagraph_capture_size"] = largest_graph

@@ -20,6 +20,7 @@ from typing import Any
 import vllm
 from pydantic import ValidationError
 from vllm import envs
+from vllm.model_executor.models import supports_lora
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from fourfold.errors import ConfigError, Unavailable
@@ -65,6 +66,8 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
         if isinstance(error, ValidationError):
             raise_for_option(error, settings.options, settings.options_key)
         raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {one_line(error)}") from error
+    if settings.adapter_rank:
+        _check_adapters(config.model_config)
     if config.scheduler_config.scheduler_cls is None and "scheduler" not in settings.disabled_patches:
         config.scheduler_config.scheduler_cls = scheduler_for(config)
     note, began = CrashNote(), time.monotonic()
@@ -98,6 +101,16 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
         kv_cache_tokens=int(tokens),
         version=vllm.__version__,
     )
+
+
+def _check_adapters(model: Any) -> None:
+    """Raise ConfigError unless vLLM's class of the model takes LoRA adapters."""
+    model_class, name = model.registry.resolve_model_cls(model.architectures, model)
+    if not supports_lora(model_class):
+        raise ConfigError(
+            f"model {model.model}: vLLM runs it as {name}, which takes no LoRA adapters; "
+            f'set weights.adapters = "merged", or trainer.lora.rank = 0'
+        )
 
 
 def end_processes(engine: LaunchedEngine, *, timeout: float) -> None:

@@ -20,10 +20,12 @@ import torch
 
 from fourfold.algorithm.state import AlgorithmState, RunningMoments
 from fourfold.errors import NotFound, Unavailable, WrongState
+from fourfold.weights.manifest import AdapterSpec, TensorSpec, layout_of_rank_0
 from fourfold_trainer.checkpoint import model_export
 from fourfold_trainer.checkpoint import store as checkpoint_store
-from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder
+from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
 from tests.support.descriptors import open_descriptors
+from tests.support.trainer_driver import Case, config_of
 
 LAYOUT = {"dtype": "float32", "weights": "ab"}
 
@@ -78,6 +80,23 @@ def test_another_layout_and_damage_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000001/trainer.json").write_text('{"format"')
     with pytest.raises(WrongState, match=r"trainer\.json is damaged"):
         store(tmp_path).read(1)
+
+
+def test_what_engines_get_is_no_part_of_the_layout(tmp_path: Path) -> None:
+    """Runs that send adapters and runs that send merged weights read each other's checkpoints."""
+    config, merged = config_of(Case(name="x", model="x")), [TensorSpec(name="w", dtype="float32", shape=(4, 4))]
+    adapters = [
+        TensorSpec(name="a", dtype="float32", shape=(1, 4)),
+        TensorSpec(name="b", dtype="float32", shape=(4, 1)),
+    ]
+    spec = AdapterSpec(rank=1, scale=1.0, base="0" * 64)
+    layouts = [
+        layout_of(config, layout_of_rank_0(merged, 1)),
+        layout_of(config, layout_of_rank_0(adapters, 1, adapter=spec)),
+    ]
+    for name, writer, reader in (("merged", *layouts), ("adapters", *layouts[::-1])):
+        CheckpointStore(tmp_path / name, keep=2, layout=writer).save(state(1), write)
+        assert CheckpointStore(tmp_path / name, keep=2, layout=reader).read(1)[0] == state(1)
 
 
 def test_another_format_is_refused_with_what_to_do(tmp_path: Path) -> None:

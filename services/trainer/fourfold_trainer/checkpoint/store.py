@@ -68,10 +68,15 @@ class TrainerState:
 def layout_of(config: Config, manifest: Manifest) -> dict[str, object]:
     """Return the properties that a trainer must share with a checkpoint that it loads, besides the format.
 
-    They do not depend on the number of ranks or the ZeRO stage.
+    They do not depend on the number of ranks or the ZeRO stage. Where engines get adapters, the weights are not among
+    them, so that such a run and one that sends merged weights read each other's checkpoints: `zero/lora.py` compares
+    layers, rank and base of both.
     """
-    shapes = sorted((spec.name, list(spec.shape)) for spec in manifest.tensors)
-    return {"dtype": config.model.dtype, "weights": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
+    layout: dict[str, object] = {"dtype": config.model.dtype}
+    if manifest.adapter is None:
+        shapes = sorted((spec.name, list(spec.shape)) for spec in manifest.tensors)
+        layout["weights"] = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return layout
 
 
 class CheckpointStore:
@@ -152,9 +157,9 @@ class CheckpointStore:
                 f"version that wrote it, or begin a new run from an exported model"
             )
         for key, mine in self._layout.items():
-            if record["layout"].get(key) != mine:
+            if (written := record["layout"].get(key, mine)) != mine:
                 raise WrongState(
-                    f"{folder} was written with {key} = {record['layout'].get(key)}, the trainer runs with {mine}; "
+                    f"{folder} was written with {key} = {written}, the trainer runs with {mine}; "
                     f"start it as it was, or begin a new run from an exported model"
                 )
         for name, size in record["files"].items():

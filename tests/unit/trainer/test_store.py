@@ -94,7 +94,7 @@ def test_what_engines_get_is_no_part_of_the_layout(tmp_path: Path) -> None:
         layout_of(config, layout_of_rank_0(merged, 1)),
         layout_of(config, layout_of_rank_0(adapters, 1, adapter=spec)),
     ]
-    for name, writer, reader in (("merged", *layouts), ("adapters", *layouts[::-1])):
+    for name, writer, reader in (("merged", layouts[0], layouts[1]), ("adapters", layouts[1], layouts[0])):
         CheckpointStore(tmp_path / name, keep=2, layout=writer).save(state(1), write)
         assert CheckpointStore(tmp_path / name, keep=2, layout=reader).read(1)[0] == state(1)
 

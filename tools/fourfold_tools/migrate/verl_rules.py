@@ -487,7 +487,7 @@ def _models(draft: Draft, options: Options) -> None:
         draft.set("trainer.lora.target_modules", list(flags[f"{_MODEL}.target_modules"]), f"{_MODEL}.target_modules")
         draft.set("weights.adapters", "merged" if flags[f"{_MODEL}.lora.merge"] else "auto", f"{_MODEL}.lora.merge")
     else:
-        names = (f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules", f"{_MODEL}.lora.merge")
+        names = [f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules", f"{_MODEL}.lora.merge"]
         draft.leave("not needed without lora_rank", *names)
     if not _has_critic(draft):
         estimator = flags["algorithm.adv_estimator"]

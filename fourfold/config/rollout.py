@@ -44,15 +44,7 @@ _VLLM_FIXED: Final = {
     "log-probabilities are those of the distribution that was sampled from": ("logprobs_mode", "max_logprobs"),
     "a probe reads the log-probabilities of a prompt": ("kv_sharing_fast_prefill",),
     "the samples of a group share their prompt": ("enable_prefix_caching",),
-    "weights come through Fourfold's worker": (
-        "worker_cls",
-        "worker_extension_cls",
-        "weight_transfer",
-        "enable_lora",
-        "lora_target_modules",
-        "max_lora",
-        "max_cpu_loras",
-    ),
+    "weights come through Fourfold's worker": ("worker_", "weight_transfer", "enable_lora", "lora_", "max_lora"),
     "code in a model folder is never run": ("trust_remote_code",),
     "every sampled token is the policy's own": ("speculative", "spec_"),
     "an engine is one process group on one machine": (

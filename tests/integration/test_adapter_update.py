@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing.connection
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ import pytest
 
 from fourfold.errors import WrongState
 from fourfold.weights.local import Publisher, PublishFailed
-from fourfold_rollout.engine import EngineSettings, EpochTerms, SampleOutput, SampleRequest
+from fourfold_rollout.engine import EngineSettings, SampleRequest
 from tests.support.adapter_trainer import AdapterTrainer
 from tests.support.answer import answer_of
 from tests.support.weight_engine import PROMPTS, Engine, running_engine
@@ -96,10 +95,10 @@ def test_an_update_that_ends_half_way_leaves_the_last_adapter(
 def test_what_does_not_fit_is_refused_before_anything_changes(
     trainer: AdapterTrainer, engine: Engine, tiny_model: TinyModel
 ) -> None:
-    before = engine.generate()
     folder = tiny_model("llama", 1, "float32")
 
     def refused(senders: list[Any], says: str) -> None:
+        before = engine.generate()
         with Publisher(senders, [engine], backend="shm") as publisher:
             with pytest.raises(PublishFailed, match=says) as caught:
                 publisher.open()
@@ -112,30 +111,21 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     refused([AdapterTrainer(folder, targets=ALL, rank=16).sender], r"have rank 16, and this engine .* at most 8")
     refused([AdapterTrainer(folder, targets=["lm_head"]).sender], "an adapter of lm_head; engines take none of")
     refused(Trainer(folder).senders, "sends whole weights, and this engine was started for LoRA adapters")
-
-    targets = CASES["qwen2"][0]
-    _start(engine, tiny_model("llama", 1, "float32"), targets)
-    before = engine.generate()
-    refused(
-        [AdapterTrainer(folder, targets=["gate_proj"]).sender], "mlp.gate_proj, and this engine was started without"
-    )
     engine.load(folder, dtype="float32")
-    before = engine.generate()
     refused([trainer.sender], "sends LoRA adapters, and this engine was started for whole weights")
+
+
+PROMPTS_OF_BLOCKS: Final = [[*range(3, 103), index] for index in range(3)]
 
 
 def test_a_rollout_engine_serves_adapters_and_no_prefix_of_an_old_one(tiny_model: TinyModel) -> None:
     """Through the service's engine: table of log-probabilities, decode loops, probes, and its cache of prefixes."""
-    folder = tiny_model("qwen3", 1, "float32")
-    for name, (distance, cached) in answer_of(_served, folder).items():
-        if name == "same salt":  # the control: a prefix of the old adapter is wrong, and it is read
-            assert cached and distance > 0.01, name
-        else:
-            assert distance < EXACT, name
-            assert cached == (name == "repeated"), name
-
-
-PROMPT: Final = list(range(3, 103))
+    found = answer_of(_served, tiny_model("qwen3", 1, "float32"))
+    # The control: a prefix of the old adapter is wrong, and it is read.
+    distance, cached = found.pop("same salt")
+    assert cached and distance > 0.01
+    assert {name: cached for name, (_, cached) in found.items()} == {"version 0": False, "repeated": True, "new": False}
+    assert max(distance for distance, _ in found.values()) < EXACT
 
 
 def _served(pipe: multiprocessing.connection.Connection, folder: Path) -> None:
@@ -156,40 +146,33 @@ async def _compare(engine: Any, folder: Path) -> dict[str, tuple[float, bool]]:
     """Return the largest difference to PEFT in nats, and whether cached prefixes were read, for some requests."""
     from fourfold_rollout.warm_up import prove_updates, warm_up
 
-    trainer = AdapterTrainer(folder, targets=ALL)
+    class Blocking:
+        def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+            replies: list[Any] = asyncio.run_coroutine_threadsafe(
+                engine._call(method, *args, timeout=20), loop
+            ).result()
+            return replies
+
+    def publish() -> None:
+        with Publisher([trainer.sender], [Blocking()], backend="shm") as publisher:
+            publisher.publish(1)
+
+    trainer, loop = AdapterTrainer(folder, targets=ALL), asyncio.get_running_loop()
     await engine.attach(print)
     await warm_up(engine)
     await prove_updates(engine)
     found = {"version 0": await _sampled(engine, trainer, "v0"), "repeated": await _sampled(engine, trainer, "v0")}
-    await _update(engine, trainer)
+    trainer.step()
+    await asyncio.to_thread(publish)
     found["same salt"] = await _sampled(engine, trainer, "v0")
-    found["updated"] = await _sampled(engine, trainer, "v1")
-    scored = await engine.prompt_logprobs(PROMPT, first=False)
-    expected = trainer.logprobs(PROMPT)
-    found["scored"] = max(abs(one - two) for one, two in zip(scored[1:], expected, strict=True)), False
+    found["new"] = await _sampled(engine, trainer, "v1")
     await engine.close()
     return found
 
 
-async def _update(engine: Any, trainer: AdapterTrainer) -> None:
-    trainer.step()
-    sender, loop = trainer.sender, asyncio.get_running_loop()
-    offer = sender.make_offer(1, "shm", 1, timeout=20)
-    terms = EpochTerms(
-        epoch=1, backend="shm", manifest=sender.manifest().to_bytes(), offers=(offer,), receiver_count=1,
-        first_receiver_index=0,
-    )  # fmt: skip
-    with ThreadPoolExecutor() as threads:
-        met = loop.run_in_executor(threads, lambda: sender.open(1, timeout=20))
-        await engine.open_weights(terms, timeout=20)
-        await met
-        sent = loop.run_in_executor(threads, lambda: sender.send(1, 1, timeout=20))
-        await engine.receive_weights(epoch=1, policy_version=1, skip_sums=False, timeout=20)
-        await sent
-        await engine.mark_served(epoch=1, policy_version=1)
-
-
 async def _sampled(engine: Any, trainer: AdapterTrainer, salt: str) -> tuple[float, bool]:
+    from tests.support.logprob_driver import RecordingSink
+
     cached: list[int] = []
     processor = engine._llm.output_processor
     process = processor.process_outputs
@@ -199,39 +182,20 @@ async def _sampled(engine: Any, trainer: AdapterTrainer, salt: str) -> tuple[flo
         return process(outputs, *args, **keywords)
 
     processor.process_outputs = look
-    ends = [_End() for _ in range(3)]
+    sink = RecordingSink(len(PROMPTS_OF_BLOCKS))
     await engine.submit(
         [
             SampleRequest(
-                key=f"{salt}-{len(cached)}-{id(end)}", prompt_token_ids=[*PROMPT, index], temperature=1.0, top_p=1.0,
-                top_k=0, max_tokens=20, stop_token_ids=(), seed=index, cache_salt=salt, streaming=False, sink=end,
+                key=f"{salt}-{id(sink)}-{index}", prompt_token_ids=prompt, temperature=1.0, top_p=1.0, top_k=0,
+                max_tokens=20, stop_token_ids=(), seed=index, cache_salt=salt, streaming=False, sink=sink, index=index,
             )
-            for index, end in enumerate(ends)
+            for index, prompt in enumerate(PROMPTS_OF_BLOCKS)
         ]
     )  # fmt: skip
-    await asyncio.wait_for(asyncio.gather(*(end.reached for end in ends)), 60)
+    await sink.end()
     processor.process_outputs = process
-    prompts = [[*PROMPT, index] for index in range(3)]
-    outputs = [(end.tokens, end.logprobs) for end in ends]
-    return trainer.distance(prompts, outputs), all(cached)
-
-
-class _End:
-    """The sink of one sample."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def put(self, index: int, output: SampleOutput) -> None:
-        self.tokens += output.token_ids.tolist()
-        self.logprobs += output.logprobs.tolist()
-        if output.finish is not None:
-            self.reached.set_result(None)
-
-    def boundary(self, index: int, token_count: int) -> None:
-        raise AssertionError("nothing paused")
-
-    def fail(self, error: Exception) -> None:
-        self.reached.set_exception(error)
+    outputs = [(sample["ids"], sample["logprobs"]) for sample in sink.answer()]
+    scored = await engine.prompt_logprobs(PROMPTS_OF_BLOCKS[0], first=False)  # reads no cached prefix
+    exact = trainer.logprobs(PROMPTS_OF_BLOCKS[0])
+    assert max(abs(one - two) for one, two in zip(scored[1:], exact, strict=True)) < EXACT
+    return trainer.distance(PROMPTS_OF_BLOCKS, outputs), cached[0] > 0

@@ -70,37 +70,20 @@ def test_a_mistake_is_named_with_its_rule(name: str, value: Any, message: str) -
 def test_a_value_that_vllm_refuses_is_named_before_anything_starts(tiny_model: Callable[..., Path]) -> None:
     from fourfold_rollout.vllm.launch import launch
 
-    settings = EngineSettings(
-        folder=tiny_model("qwen2"), dtype="bfloat16", max_context_tokens=512, max_concurrent_samples=100,
-        max_batched_tokens=512, enforce_eager=True, kv_cache_gib=1, gpus=0, gpu_memory_utilization=0.5, seed=0,
-        options={"block_size": -5},
-    )  # fmt: skip
+    bad = settings(tiny_model("qwen2"), enforce_eager=True, options={"block_size": -5})
     rule = r"^rollout.vllm.block_size = -5: Input should be greater than 0 \(vLLM's rule\); change or remove it$"
     with pytest.raises(ConfigError, match=rule):
-        launch(settings, fork=False)
+        launch(bad, fork=False)
 
 
-@pytest.mark.parametrize(("rank", "highest"), [(1, 1), (9, 16), (500, 512)])
-def test_engines_for_adapters_leave_the_output_embeddings_alone(
-    tiny_model: Callable[..., Path], rank: int, highest: int
-) -> None:
-    found = config(tiny_model("qwen2"), adapter_rank=rank, adapter_layers=("q_proj", "up_proj")).lora_config
-    assert (found.max_lora_rank, found.max_loras, found.target_modules) == (highest, 1, ["q_proj", "up_proj"])
-    assert config(tiny_model("qwen2")).lora_config is None
-
-
-def test_a_model_without_adapters_in_vllm_is_refused_before_anything_starts(tiny_model: Callable[..., Path]) -> None:
+def test_an_engine_for_adapters_wraps_their_layers_alone(tiny_model: Callable[..., Path]) -> None:
     from fourfold_rollout.vllm.launch import launch
 
-    settings = EngineSettings(
-        folder=tiny_model("gpt2"), dtype="bfloat16", max_context_tokens=512, max_concurrent_samples=4,
-        max_batched_tokens=512, enforce_eager=True, kv_cache_gib=1, gpus=0, gpu_memory_utilization=0.5, seed=0,
-        adapter_rank=4, adapter_layers=("c_fc",),
-    )  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=r'GPT2LMHeadModel, which takes no LoRA adapters; set weights.adapters = "merged"'
-    ):
-        launch(settings, fork=False)
+    adapters: dict[str, Any] = {"adapter_rank": 9, "adapter_layers": ("q_proj", "up_proj")}
+    found = config(tiny_model("qwen2"), **adapters).lora_config
+    assert (found.max_lora_rank, found.max_loras, found.target_modules) == (16, 1, ["q_proj", "up_proj"])
+    with pytest.raises(ConfigError, match=r'GPT2LMHeadModel, which takes no LoRA .*; set weights.adapters = "merged"'):
+        launch(settings(tiny_model("gpt2"), **adapters), fork=False)
 
 
 def test_the_lowest_temperature_is_the_lowest_that_vllm_takes_as_it_is() -> None:
@@ -114,12 +97,16 @@ def test_the_lowest_temperature_is_the_lowest_that_vllm_takes_as_it_is() -> None
 def config(folder: Path, **keys: Any) -> Any:
     from fourfold_rollout.vllm.engine_args import engine_args
 
-    settings = {
+    return engine_args(settings(folder, **keys)).create_engine_config()
+
+
+def settings(folder: Path, **keys: Any) -> EngineSettings:
+    defaults: dict[str, Any] = {
         "folder": folder, "dtype": "bfloat16", "max_context_tokens": 512, "max_concurrent_samples": 100,
         "max_batched_tokens": 512, "enforce_eager": False, "kv_cache_gib": 1, "gpus": 0, "gpu_memory_utilization": 0.5,
-        "seed": 0, **keys,
+        "seed": 0,
     }  # fmt: skip
-    return engine_args(EngineSettings(**settings)).create_engine_config()
+    return EngineSettings(**defaults | keys)
 
 
 @pytest.mark.parametrize("options", [{"enable_chunked_prefill": True}, {"long_prefill_token_threshold": 64}])

@@ -29,10 +29,10 @@ from fourfold.weights.manifest import AdapterSpec, Manifest, Span, TensorSpec
 POLICY_ADAPTER: Final = 1
 """The number under which the engine has the adapter of the policy. Every request names it, also before an update."""
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<factor>[AB])\.weight")
-# Checkpoint tensors that the trainer does not send: output embeddings, if they are tied, and tables computed from
-# config.json, which old checkpoints hold.
+# Checkpoint tensors that the trainer does not send: output embeddings, if they are tied, and tables that old
+# checkpoints hold and models compute from config.json.
 _HEADS: Final = ("lm_head.weight", "embed_out.weight")
-_TABLES: Final = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+_TABLES: Final = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 # The types of weights in safetensors files.
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMES_SHOWN: Final = 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,22 @@ from torch import Tensor
 
 from fourfold.errors import MODEL_MISMATCH, WrongState
 from fourfold.weights.apply.adapter import AdapterApplier, folder_samples
-from fourfold.weights.manifest import AdapterSpec, Manifest, Span, TensorSpec, aligned
+from fourfold.weights.manifest import AdapterSpec, Manifest, Span, TensorSpec
 
 LAYER = "model.layers.0.mlp.up_proj"
+EXPERT = "model.layers.0.mlp.experts.1.w1"
 BASE = "0" * 64
 
 
 class Model:
     """Implements `AdapterModel`: a layer [6, 4] that takes adapters, and some that do not."""
 
-    max_rank = 2
-    base = BASE
-    shapes = {
-        f"{name}.weight": (6, 4)
-        for name in (LAYER, "model.layers.0.mlp.down_proj", "model.layers.0.mlp.experts.1.w1", "lm_head")
-    } | {"model.layers.0.norm.weight": (4,)}
+    max_rank, base = 2, BASE
 
     def __init__(self) -> None:
+        self.shapes = {f"{name}.weight": (6, 4) for name in (LAYER, LAYER.replace("up", "down"), EXPERT)}
         self.served: dict[int, Mapping[str, Tensor]] = {}
-        self.breaks: str = ""
+        self.breaks = ""
 
     def takes(self, layer: str) -> bool:
         return layer == LAYER
@@ -47,42 +45,30 @@ class Model:
         return replace
 
 
-def manifest_of(shapes: Mapping[str, tuple[int, ...]], adapter: AdapterSpec | None) -> Manifest:
-    tensors = [TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in shapes.items()]
-    spans, offset = [], 0
-    for index, spec in enumerate(tensors):
-        for start, count in ((0, 1), (1, spec.count - 1)):  # in parts
-            spans.append(Span(tensor=index, start=start, count=count, rank=0, offset=offset))
-            offset = aligned(offset + count * 4)
-    return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(offset,), adapter=adapter)
-
-
-def adapter_of(
-    layer: str = LAYER,
-    a: tuple[int, ...] = (2, 4),
-    b: tuple[int, ...] = (6, 2),
-    name: str = "base_model.model.{}.lora_{}.weight",
-    **spec: Any,
-) -> Manifest:
-    wanted = AdapterSpec(**{"rank": 2, "scale": 2.0, "base": BASE, **spec})
-    return manifest_of({name.format(layer, "A"): a, name.format(layer, "B"): b}, wanted)
+def manifest_of(layer: str = LAYER, width: int = 4, factors: str = "AB", kind: str = "lora", **spec: Any) -> Manifest:
+    """Return a manifest in which each tensor has two spans."""
+    adapter = AdapterSpec(**{"rank": 2, "scale": 2.0, "base": BASE, **spec})
+    shapes = {"A": (adapter.rank, width), "B": (6, adapter.rank)}
+    tensors, spans = [], []
+    for index, factor in enumerate(factors):
+        name = f"base_model.model.{layer}.{kind}_{factor}.weight"
+        tensors.append(TensorSpec(name=name, dtype="float32", shape=shapes[factor]))
+        for part, (start, count) in enumerate(((0, 1), (1, tensors[-1].count - 1))):
+            spans.append(Span(tensor=index, start=start, count=count, rank=0, offset=(2 * index + part) * 128))
+    return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(512,), adapter=adapter)
 
 
 @pytest.mark.parametrize(
     ("manifest", "says"),
     [
-        (manifest_of({"model.norm.weight": (4,)}, None), "sends whole weights"),
-        (adapter_of(rank=3, a=(3, 4), b=(6, 3)), "have rank 3, and this engine was started for at most 2"),
-        (adapter_of("model.layers.9.mlp.up_proj"), "layers.9.mlp.up_proj, and the engine's model has no such layer"),
-        (adapter_of("model.layers.0.norm"), "model.layers.0.norm, and the engine's model has no such layer"),
-        (adapter_of("model.layers.0.mlp.down_proj"), "down_proj, and this engine was started without room"),
-        (adapter_of("model.layers.0.mlp.experts.1.w1"), "experts.1.w1; engines take none of embeddings"),
-        (adapter_of("lm_head"), "adapter of lm_head; engines take none of embeddings, output embeddings"),
-        (adapter_of("x", name="base_model.model.{}.lora_embedding_{}"), "lora_embedding_A.*not a name base_model"),
-        (adapter_of(a=(2, 5)), r"A \[2, 5\], B \[6, 2\] as the adapter .* needs A \[2, 4\], B \[6, 2\]"),
-        (adapter_of(b=(6, 3)), r"sends A \[2, 4\], B \[6, 3\]"),
-        (manifest_of({f"base_model.model.{LAYER}.lora_A.weight": (2, 4)}, adapter_of().adapter), r"A \[2, 4\] as"),
-        (adapter_of(base="1" * 64), r"other weights \(fingerprint 111111111111\) than those of this engine \(0000"),
+        (manifest_of(rank=3), "have rank 3, and this engine was started for at most 2"),
+        (manifest_of("model.layers.9.mlp.up_proj"), "adapter of model.layers.9.mlp.up_proj, .* no such layer"),
+        (manifest_of(LAYER.replace("up", "down")), "down_proj, and this engine was started without room for it"),
+        (manifest_of(EXPERT), f"adapter of {EXPERT}; engines take none of embeddings"),
+        (manifest_of(kind="lora_embedding"), "up_proj.lora_embedding_A.weight.*: not a name base_model"),
+        (manifest_of(width=5), r"A \[2, 5\], B \[6, 2\] as the adapter .* needs A \[2, 4\], B \[6, 2\]"),
+        (manifest_of(factors="A"), r"sends A \[2, 4\] as the adapter"),
+        (manifest_of(base="1" * 64), r"other weights \(fingerprint 111111111111\) than those of this engine \(0000"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(manifest: Manifest, says: str) -> None:
@@ -94,30 +80,26 @@ def test_what_does_not_fit_is_refused(manifest: Manifest, says: str) -> None:
         applier.begin(stable=True)
 
 
-@pytest.mark.parametrize("breaks", ["", "take", "prepare", "replace"])
+@pytest.mark.parametrize("breaks", ["", "did not arrive", "prepare", "replace"])
 def test_an_abort_is_clean_until_vllm_itself_fails(breaks: str) -> None:
-    model = Model()
+    model, manifest, memory = Model(), manifest_of(), torch.empty(16)
     applier = AdapterApplier(model, number=3)
-    manifest = adapter_of()
-    assert applier.bake(manifest).direct_tensor_count == 2
-    memory = torch.empty(16)
-    for value in (1.0, 2.0):
-        model.breaks = breaks if value == 2 else ""
+    applier.bake(manifest)
+
+    def update(value: float) -> None:
         applier.begin(stable=False)
-        for count, span in enumerate(manifest.spans):
+        for span in manifest.spans[1 if model.breaks == "did not arrive" else 0 :]:
             assert applier.slot(span) is None
-            if count < 3 or model.breaks != "take":
-                applier.take(span, memory[: span.count].fill_(value))  # the transport uses its memory again
-        memory.fill_(9.0)
-        if model.breaks:
-            with pytest.raises((RuntimeError, WrongState), match="did not arrive" if breaks == "take" else breaks):
-                applier.finish()
-        else:
-            applier.finish()
+            applier.take(span, memory[: span.count].fill_(value))  # the transport uses its memory again
+        applier.finish()
+
+    update(1.0)
+    model.breaks = breaks
+    with pytest.raises((RuntimeError, WrongState), match=breaks) if breaks else nullcontext():
+        update(2.0)
     assert applier.abort() == ("dirty" if breaks == "replace" else "clean")
-    served = model.served[3]
-    assert [list(tensor.shape) for _, tensor in sorted(served.items())] == [[2, 4], [6, 2]]
-    assert {float(value) for tensor in served.values() for value in tensor.flatten()} == {1.0 if breaks else 2.0}
+    assert [tensor.shape for tensor in model.served[3].values()] == [(2, 4), (6, 2)]
+    assert all((tensor == (1 if breaks else 2)).all() for tensor in model.served[3].values())
 
 
 def test_a_folder_gives_what_a_trainer_sends(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ def adapter_obstacle(config: Config) -> str:
         return "engines with rollout.quantization round the weights below the adapters"
     if any(pool.pipeline_parallel_size > 1 for pool in pools):
         return "engines with rollout.pipeline_parallel_size above 1 hold a part of the layers each"
+    if any(pool.gpus_per_replica for pool in pools):
+        return "engines on GPUs were not measured with adapters yet"
     if any(".experts." in name for name in folder.tensor_shapes(config.model.source)):
         return "the model has experts"
     return ""

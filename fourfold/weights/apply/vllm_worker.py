@@ -25,6 +25,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader import base_loader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -343,6 +344,8 @@ class VllmAdapters:
         self._mapper = mapper
         parts = [name for names in self._manager.packed_modules.values() for name in names]
         self._places = {*self._manager.modules, *parts}
+        if self._device.type == "cpu":
+            _use_matrix_products()
 
     @functools.cached_property
     def _base(self) -> tuple[str, dict[str, tuple[int, ...]]]:
@@ -394,6 +397,48 @@ class VllmAdapters:
             self._manager.add_adapter(lora)
             self._manager.activate_adapter(lora.id)
         synchronize(self._device)
+
+
+def _use_matrix_products() -> None:
+    """Make vLLM compute a single adapter on a CPU by matrix products.
+
+    Its own code copies A and B once for each token of a batch. A request without an adapter gets the last slot there,
+    so with one slot the results are the same.
+    """
+    shrink, expand = PunicaWrapperCPU._apply_shrink, PunicaWrapperCPU._apply_expand
+    if hasattr(shrink, "__wrapped__"):
+        return
+
+    @functools.wraps(shrink)
+    def apply_shrink(self: Any, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, scale: float) -> None:
+        if len(weights) != 1:
+            shrink(self, y, x, weights, scale)
+        elif not self.no_lora:
+            y.view(-1, y.shape[-1]).copy_(_product(x, weights, y.dtype) * scale)
+
+    @functools.wraps(expand)
+    def apply_expand(
+        self: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        y_offset: int,
+        y_slice_size: int,
+        add_inputs: bool = True,
+    ) -> None:
+        if len(weights) != 1:
+            expand(self, y, x, weights, y_offset, y_slice_size, add_inputs)
+        elif not self.no_lora:
+            part, product = y[:, y_offset : y_offset + y_slice_size], _product(x, weights, y.dtype)
+            part.copy_(part + product if add_inputs else product)
+
+    untyped: Any = PunicaWrapperCPU
+    untyped._apply_shrink, untyped._apply_expand = apply_shrink, apply_expand
+
+
+def _product(x: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x W^T in `dtype`, [tokens, out], for x [tokens, in] and weights [1, 1, out, in]."""
+    return torch.nn.functional.linear(x.to(dtype), weights.reshape(weights.shape[-2:]).to(dtype))
 
 
 class WeightWorker:

@@ -56,6 +56,14 @@ def test_the_command_for_a_run_by_hand_has_a_held_out_set_and_starts_services() 
     assert config.data.held_out and config.rollout.replicas and all(table.replicas for table in config.reward)
 
 
+def test_the_engines_of_an_evaluation_have_no_room_for_adapters() -> None:
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    words = ["--recipe", "recipes/lora.toml", "MODEL"]
+    config = evaluate._evaluation_config(parser.parse_args(words), "MODEL")
+    assert config.trainer.lora.rank and config.weights.adapters == "merged", "no trainer sends any"
+
+
 def test_an_evaluation_of_a_run_has_the_date_of_its_prompts(tmp_path: Path) -> None:
     run_dir, made = make_run_dir(make_config(tmp_path), "demo", tmp_path)
     (tmp_path / "other.toml").write_text(dump(make_config(tmp_path)))

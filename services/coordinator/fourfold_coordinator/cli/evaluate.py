@@ -41,7 +41,15 @@ from ..launch.run_names import (
 )
 from ..reporting.win_rate import read_evaluation, win_rates
 from ..state.files import replace_file
-from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
+from .run import (
+    RunCommand,
+    SignalHandler,
+    add_launcher_arguments,
+    leave_out_trainer,
+    local_gpus,
+    make_launcher,
+    warn_of_little_room,
+)
 
 _FILE_WIDTH: Final = 200  # columns of output that is no terminal
 _MOST_SIZES: Final = 3  # most values of k in the table; of more, it shows the smallest and the largest
@@ -230,8 +238,7 @@ def _evaluation_config(args: argparse.Namespace, model: str) -> Config:
     recipe = args.recipe or run_dir / CONFIG_FILE
     tables = configuration.fix_date(configuration.load(recipe, args.set), run_dir).model_dump(exclude_none=True)
     tables["model"]["source"] = model or tables["model"]["source"]
-    tables["logging"]["sinks"] = []
-    tables["placement"].pop("colocated", None)  # this key needs a trainer, which an evaluation does not have
+    leave_out_trainer(tables)
     for name in ("view", "rollout", *(["gateway"] if tables["environment"]["replicas"] else [])):
         tables[name]["public_listen"] = ""  # the run itself may listen on these addresses
     tables["data"]["eval"] = [*tables["data"]["eval"], *({"path": path} for path in args.data)]

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 from fourfold import config as configuration
 from fourfold.address import is_loopback, split_target
@@ -378,6 +378,14 @@ def make_launcher(args: argparse.Namespace, config: Config, run_dir: Path, *, ev
             file=sys.stderr,
         )
     return LocalLauncher(run_dir=run_dir, gpus=assigned)
+
+
+def leave_out_trainer(tables: dict[str, Any]) -> None:
+    """Change the tables of a recipe for a run without a trainer: leave out its trackers, place and adapters."""
+    tables["logging"]["sinks"] = []
+    tables["placement"].pop("colocated", None)
+    if tables["trainer"]["lora"]["rank"] and not tables["batch"]["rows_per_step"]:
+        tables["weights"]["adapters"] = "merged"  # an engine without room for adapters is faster
 
 
 def local_gpus(config: Config, *, evaluate: bool = False, warn: bool = False) -> dict[str, tuple[str, ...]]:

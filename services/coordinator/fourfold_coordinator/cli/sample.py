@@ -32,7 +32,15 @@ from ..launch.run_names import CONFIG_FILE, GROUPS_FILE, LEDGER_FILE, RUN_LOCK, 
 from ..state.files import replace_file
 from ..state.recipe_history import changed_keys, describe_changes
 from ..state.sampled_rows import SampledRows, Sampling, places, write_rows
-from .run import RunCommand, SignalHandler, add_launcher_arguments, local_gpus, make_launcher, warn_of_little_room
+from .run import (
+    RunCommand,
+    SignalHandler,
+    add_launcher_arguments,
+    leave_out_trainer,
+    local_gpus,
+    make_launcher,
+    warn_of_little_room,
+)
 
 _NUMBERS: Final = {"threshold": float, "count": int, "min_margin": float}
 
@@ -142,8 +150,7 @@ def _sampling_config(args: argparse.Namespace, folder: Path) -> Config:
     tables = pin_sources(
         configuration.fix_date(config, folder if folder.is_dir() else None).model_dump(exclude_none=True)
     )
-    tables["logging"]["sinks"] = []
-    tables["placement"].pop("colocated", None)  # this key needs a trainer
+    leave_out_trainer(tables)
     return configuration.from_tables(tables, source="fourfold sample")
 
 

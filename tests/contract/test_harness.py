@@ -148,7 +148,7 @@ async def test_cancelling_complete_closes_the_servicer_and_is_not_swallowed(serv
     servicer = Rollout(generated(0, 1), hang=True)
     client = AsyncRolloutClient(await serve(servicer.servicer()), peer="r")
     task = asyncio.create_task(client.complete(rollout.GenerateRequest(request_id="a"), timeout=20))
-    await asyncio.wait_for(servicer.entered.wait(), 10)
+    await asyncio.wait_for(servicer.hanging.wait(), 10)  # in a write it would get a GeneratorExit
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -63,7 +63,7 @@ class Rollout(rollout_grpc.RolloutServiceServicer):
 
     def __init__(self, *chunks: rollout.SampleChunk | Exception, hang: bool = False) -> None:
         self.chunks, self.hang = chunks, hang
-        self.entered, self.closed = asyncio.Event(), asyncio.Event()
+        self.entered, self.hanging, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.how = ""
 
     async def GetInfo(self, request: rollout.GetInfoRequest, context: Context) -> rollout.GetInfoResponse:
@@ -79,6 +79,7 @@ class Rollout(rollout_grpc.RolloutServiceServicer):
                     raise chunk
                 yield rollout.GenerateResponse(chunks=[chunk])
             if self.hang:
+                self.hanging.set()
                 await asyncio.sleep(30)
         except BaseException as error:
             self.how = type(error).__name__

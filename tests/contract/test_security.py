@@ -56,7 +56,8 @@ def load(folder: tuple[Path, str], role: str, *, tokens: bool = False) -> Securi
 @pytest.fixture
 async def internal(folder: tuple[Path, str]) -> AsyncIterator[str]:
     """An internal server with mTLS that carries RewardService."""
-    server = Server(listen="localhost:0", security=load(folder, "reward"))
+    # Not localhost: at its other address, another process may have the port.
+    server = Server(listen="127.0.0.1:0", security=load(folder, "reward"))
     server.add(*Reward().servicer())
     yield await server.start()
     await server.stop(0)
